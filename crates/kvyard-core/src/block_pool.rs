@@ -1,0 +1,667 @@
+//! The block pool: reference counts, free queue and prefix cache of all blocks, and the only code
+//! that changes them.
+//!
+//! A block's references are counted in two columns: those of rows, which only the manager gives and
+//! takes, and those handed out (`get_new_blocks`, `touch`, popped requests), which only
+//! `free`/`free_counted` take back. With one column, a request that frees twice what another still
+//! uses would go unseen. `ref_cnt` is their sum.
+//!
+//! Invariants, cited by `validate()` (numbers as in `manager.md` §1.4; I1 and I5 to I7 in the modules
+//! below):
+//! * I2: a block is queued exactly while its `ref_cnt` is 0; the null block never is.
+//! * I3: queued blocks + held blocks + the null block = all blocks.
+//! * I8: without caching, no keys and no events.
+//! * I9: every key covers a positive multiple of the hash block size.
+//! * I13: usage lies in 0..=1.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::block_hash::BlockHash;
+use crate::blocks::{BlockLease, GroupEnds};
+use crate::error::{KVCacheError, Result};
+use crate::event_log::{EventLog, EventReserve};
+use crate::free_queue::FreeKVCacheBlockQueue;
+use crate::id::{BlockId, GroupId, NULL_BLOCK};
+use crate::prefix_map::{PrefixKey, PrefixMap};
+use crate::semantics::{RemovalEvent, Semantics};
+use crate::stats::ResidencyMetrics;
+
+/// Arguments of a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockPoolConfig {
+    /// All blocks, the null block included; at least 1.
+    pub num_blocks: u32,
+    /// Whether blocks are cached for reuse.
+    pub enable_caching: bool,
+    /// Tokens per block hash.
+    pub hash_block_size: u32,
+    /// Whether changes of the prefix cache are recorded.
+    pub enable_kv_cache_events: bool,
+    /// Bytes of a digest that count: 32, or 16 for the xxhash functions.
+    pub hash_width: usize,
+    /// Whose decisions.
+    pub semantics: Semantics,
+}
+
+/// See the module. vLLM's `BlockPool` (`v1/core/block_pool.py`).
+#[derive(Debug)]
+pub struct BlockPool {
+    id: u64,
+    config: BlockPoolConfig,
+    pub(crate) queue: FreeKVCacheBlockQueue,
+    pub(crate) prefix: PrefixMap,
+    pub(crate) row_references: Vec<u32>,
+    pub(crate) handed_out: Vec<u32>,
+    /// When a block last lost its key or was allocated, in epochs since `epoch_base`; 0: never.
+    lost_at: Vec<u32>,
+    epoch: u64,
+    epoch_base: u64,
+    pub(crate) events: EventLog,
+    residency: Option<ResidencyMetrics>,
+    num_blocks_stored: u64,
+    num_blocks_removed: u64,
+}
+
+impl BlockPool {
+    /// A pool of free blocks.
+    ///
+    /// # Errors
+    /// `Config` for no blocks, or a hash block size of 0; `OutOfMemory`.
+    pub fn new(config: BlockPoolConfig, residency: Option<ResidencyMetrics>) -> Result<Self> {
+        /// Tells the pools of a process apart; nothing is decided by it.
+        static NEXT_POOL: AtomicU64 = AtomicU64::new(1);
+        if config.num_blocks == 0 {
+            return Err(KVCacheError::config(
+                "num_blocks",
+                "must be at least 1, not 0",
+            ));
+        }
+        if config.hash_block_size == 0 {
+            return Err(KVCacheError::config(
+                "hash_block_size",
+                "must be at least 1, not 0",
+            ));
+        }
+        let blocks = config.num_blocks as usize;
+        let mut prefix = PrefixMap::new(config.num_blocks);
+        if config.enable_caching {
+            prefix.reserve(blocks)?;
+        }
+        Ok(Self {
+            id: NEXT_POOL.fetch_add(1, Ordering::Relaxed),
+            config,
+            queue: FreeKVCacheBlockQueue::new(config.num_blocks),
+            prefix,
+            row_references: vec![0; blocks],
+            handed_out: vec![0; blocks],
+            lost_at: vec![0; blocks],
+            epoch: 0,
+            epoch_base: 0,
+            events: EventLog::new(config.enable_kv_cache_events && config.enable_caching),
+            residency,
+            num_blocks_stored: 0,
+            num_blocks_removed: 0,
+        })
+    }
+
+    /// Identity among the pools of this process.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The arguments it was made with.
+    pub fn config(&self) -> &BlockPoolConfig {
+        &self.config
+    }
+
+    /// All blocks, the null block included.
+    pub fn num_blocks(&self) -> u32 {
+        self.config.num_blocks
+    }
+
+    /// Free blocks, cached ones included.
+    #[inline]
+    pub fn num_free_blocks(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// The free blocks in eviction order, the next one first.
+    pub fn free_blocks_in_order(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.queue.iter()
+    }
+
+    /// References to a block, rows and handed out together. 0 for the null block.
+    #[inline]
+    pub fn ref_cnt(&self, block: BlockId) -> u32 {
+        self.row_references[block.index()] + self.handed_out[block.index()]
+    }
+
+    /// The primary key of a block.
+    pub fn block_key(&self, block: BlockId) -> Option<PrefixKey> {
+        self.prefix.primary(block)
+    }
+
+    /// The prefix cache, for reading.
+    pub fn prefix_map(&self) -> &PrefixMap {
+        &self.prefix
+    }
+
+    /// Share of the blocks in use, 0 to 1; evictable blocks count as free.
+    pub fn usage(&self) -> f64 {
+        match self.config.num_blocks - 1 {
+            0 => 0.0,
+            #[expect(
+                clippy::cast_precision_loss,
+                reason = "block counts are far below 2^53"
+            )]
+            usable => 1.0 - self.queue.len() as f64 / f64::from(usable),
+        }
+    }
+
+    /// Blocks that got a primary key since the pool was made.
+    pub fn num_blocks_stored(&self) -> u64 {
+        self.num_blocks_stored
+    }
+
+    /// Blocks that lost their key since the pool was made, resets not counted.
+    pub fn num_blocks_removed(&self) -> u64 {
+        self.num_blocks_removed
+    }
+
+    /// The residency metrics, if they are kept.
+    pub fn residency_mut(&mut self) -> Option<&mut ResidencyMetrics> {
+        self.residency.as_mut()
+    }
+
+    /// Now, in changes of the pool: what a snapshot remembers.
+    #[inline]
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Whether the block was allocated, or lost its key, after `epoch`.
+    #[inline]
+    pub fn changed_since(&self, block: BlockId, epoch: u64) -> bool {
+        epoch < self.epoch_base || self.epoch_base + u64::from(self.lost_at[block.index()]) > epoch
+    }
+
+    /// Whether the block was ever allocated.
+    pub(crate) fn was_ever_allocated(&self, block: BlockId) -> bool {
+        self.epoch_base > 0 || self.lost_at[block.index()] != 0
+    }
+
+    /// Checks that an id names a block of this pool.
+    ///
+    /// # Errors
+    /// `InvalidArgument`.
+    pub fn check_block(&self, argument: &'static str, block: BlockId) -> Result<()> {
+        if block.0 < self.config.num_blocks {
+            return Ok(());
+        }
+        Err(KVCacheError::argument(
+            argument,
+            format!(
+                "block {block} does not exist, the pool has {}",
+                self.config.num_blocks
+            ),
+        ))
+    }
+
+    /// For each group the earliest copy of a hash, appended to `found`; false, and nothing appended,
+    /// if any group misses. Touches nothing.
+    #[inline]
+    pub fn get_cached_block(
+        &self,
+        hash: &BlockHash,
+        groups: &[GroupId],
+        found: &mut Vec<BlockId>,
+    ) -> bool {
+        let before = found.len();
+        for group in groups {
+            if let Some(block) = self.prefix.get(hash, *group) {
+                found.push(block);
+            } else {
+                found.truncate(before);
+                return false;
+            }
+        }
+        true
+    }
+
+    // ------------------------------------------------------------------------- handed-out references
+
+    /// Takes `count` blocks from the head of the queue; cached ones are evicted.
+    ///
+    /// # Errors
+    /// `OutOfBlocks`; nothing is taken then.
+    pub fn get_new_blocks(&mut self, count: usize) -> Result<BlockLease> {
+        self.check_available(count)?;
+        let mut ids = Vec::new();
+        ids.try_reserve(count)?;
+        self.reserve_evictions(count)?;
+        self.begin_change();
+        for _ in 0..count {
+            let block = self.take_head();
+            self.handed_out[block.index()] = 1;
+            ids.push(block);
+        }
+        Ok(self.lease(ids))
+    }
+
+    /// Takes a reference to each block, so that it cannot be evicted.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an id outside the pool; `StaleBlock` for a block that is neither held
+    /// nor cached: whoever names it has an old result.
+    pub fn touch(&mut self, blocks: &[BlockId]) -> Result<BlockLease> {
+        for block in blocks {
+            self.check_block("blocks", *block)?;
+            if !block.is_null() && self.ref_cnt(*block) == 0 && !self.prefix.is_cached(*block) {
+                return Err(KVCacheError::StaleBlock {
+                    block: *block,
+                    request: String::from("(touch)"),
+                    what: if self.was_ever_allocated(*block) {
+                        "evicted"
+                    } else {
+                        "never cached"
+                    },
+                });
+            }
+        }
+        let mut ids = Vec::new();
+        ids.try_reserve(blocks.len())?;
+        for block in blocks {
+            self.on_accessed(*block);
+            if !block.is_null() {
+                if self.ref_cnt(*block) == 0 {
+                    self.queue.remove(*block);
+                }
+                self.handed_out[block.index()] += 1;
+            }
+            ids.push(*block);
+        }
+        Ok(self.lease(ids))
+    }
+
+    /// Gives a lease back, in its order: blocks that nobody holds any more go to the head of the
+    /// queue if they are not cached, else to its tail.
+    ///
+    /// # Errors
+    /// `ForeignBlock` for a lease of another pool; `DoubleFree` if its references were given back
+    /// through its ids already. The lease comes back with the error.
+    pub fn free(&mut self, lease: BlockLease) -> Result<(), (KVCacheError, BlockLease)> {
+        if let Err(error) = self.check_lease(&lease) {
+            return Err((error, lease));
+        }
+        self.release_handed_out(lease.ids.iter().copied());
+        Ok(())
+    }
+
+    /// Gives handed-out references back by id, one for each time a block is listed; the order is the
+    /// eviction order. For ids of a dissolved lease.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an id outside the pool; `DoubleFree` if a block is listed more often than
+    /// references to it are handed out; `NotOwned` if none is, but a request holds the block or it
+    /// was never allocated. Nothing is freed then.
+    pub fn free_counted(&mut self, blocks: &[BlockId]) -> Result<()> {
+        self.check_handed_out(blocks)?;
+        self.release_handed_out(blocks.iter().copied());
+        Ok(())
+    }
+
+    pub(crate) fn check_lease(&mut self, lease: &BlockLease) -> Result<()> {
+        if lease.pool != self.id {
+            return Err(KVCacheError::ForeignBlock {
+                what: "the lease".into(),
+                found: lease.pool,
+                expected: self.id,
+            });
+        }
+        self.check_handed_out(&lease.ids)
+    }
+
+    /// Whether each block may be given back as often as it is listed.
+    fn check_handed_out(&mut self, blocks: &[BlockId]) -> Result<()> {
+        for block in blocks {
+            self.check_block("blocks", *block)?;
+        }
+        // Occurrences are counted in the column itself and put back: no memory, and O(n).
+        let mut refused = None;
+        for (counted, block) in blocks.iter().enumerate() {
+            if block.is_null() {
+                continue;
+            }
+            let handed_out = &mut self.handed_out[block.index()];
+            if *handed_out == 0 {
+                refused = Some((counted, *block));
+                break;
+            }
+            *handed_out -= 1;
+        }
+        let counted = refused.map_or(blocks.len(), |(counted, _)| counted);
+        for block in blocks[..counted].iter().filter(|block| !block.is_null()) {
+            self.handed_out[block.index()] += 1;
+        }
+        match refused {
+            Some((_, block)) => Err(self.refuse_free(block, blocks)),
+            None => Ok(()),
+        }
+    }
+
+    /// Checked before; the order is the eviction order.
+    pub(crate) fn release_handed_out(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        let mut last_plain = NULL_BLOCK;
+        for block in blocks.filter(|block| !block.is_null()) {
+            self.handed_out[block.index()] -= 1;
+            self.requeue_if_unused(block, &mut last_plain);
+        }
+    }
+
+    fn refuse_free(&self, block: BlockId, blocks: &[BlockId]) -> KVCacheError {
+        let handed_out = self.handed_out[block.index()];
+        let in_rows = self.row_references[block.index()];
+        if handed_out == 0 && in_rows > 0 {
+            return KVCacheError::NotOwned {
+                block,
+                reason: format!(
+                    "{in_rows} request(s) hold it, and none handed it out; free the request instead"
+                ),
+            };
+        }
+        if handed_out == 0 && !self.was_ever_allocated(block) {
+            return KVCacheError::NotOwned {
+                block,
+                reason: "it was never allocated".into(),
+            };
+        }
+        let times = blocks.iter().filter(|other| **other == block).count();
+        KVCacheError::DoubleFree {
+            block,
+            times: u32::try_from(times).unwrap_or(u32::MAX),
+            handed_out,
+            owner: if in_rows > 0 {
+                format!(" ({in_rows} request(s) hold it besides)")
+            } else {
+                String::new()
+            },
+        }
+    }
+
+    fn lease(&self, ids: Vec<BlockId>) -> BlockLease {
+        let end = u32::try_from(ids.len()).expect("a lease is bounded by the pool");
+        let ends = GroupEnds::from_slice(&[end]);
+        BlockLease {
+            ids,
+            ends,
+            pool: self.id,
+            epoch: self.epoch,
+        }
+    }
+
+    // --------------------------------------------------------------------------------- prefix cache
+
+    /// Takes all keys from the given blocks, in this order; references and places in the queue stay.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an id outside the pool; nothing is evicted then.
+    pub fn evict_blocks(&mut self, blocks: &[BlockId]) -> Result<()> {
+        for block in blocks {
+            self.check_block("block_ids", *block)?;
+        }
+        self.reserve_evictions(blocks.len())?;
+        self.begin_change();
+        for block in blocks.iter().filter(|block| !block.is_null()) {
+            self.on_evicted(*block);
+            if self.prefix.is_cached(*block) {
+                self.mark_lost(*block, self.relative_epoch());
+                self.drop_keys(*block);
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets the whole prefix cache, if no block is held. Whether it did.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn reset_prefix_cache(&mut self) -> Result<bool> {
+        if self.queue.len() + 1 != self.config.num_blocks as usize {
+            return Ok(false);
+        }
+        self.events.reserve(EventReserve {
+            records: 1,
+            ..EventReserve::default()
+        })?;
+        self.begin_change();
+        let now = self.relative_epoch();
+        for block in 1..self.config.num_blocks {
+            if self.prefix.is_cached(BlockId(block)) {
+                self.lost_at[block as usize] = now;
+            }
+        }
+        self.prefix.clear();
+        if let Some(residency) = &mut self.residency {
+            residency.reset();
+        }
+        self.events.record_cleared();
+        Ok(true)
+    }
+
+    // --------------------------------------------- for the manager: planned before, so infallible
+
+    /// Room in the log for evicting `count` blocks.
+    pub(crate) fn reserve_evictions(&mut self, count: usize) -> Result<()> {
+        if !self.events.is_enabled() {
+            return Ok(());
+        }
+        let keys = count + self.prefix.num_aliases();
+        self.events.reserve(EventReserve {
+            records: keys,
+            hashes: keys,
+            tokens: 0,
+        })
+    }
+
+    /// A new epoch; every change of the pool that an old snapshot must notice happens in one.
+    #[inline]
+    pub(crate) fn begin_change(&mut self) {
+        self.epoch += 1;
+        if self.epoch - self.epoch_base > u64::from(u32::MAX) {
+            // Once in four billion calls: older snapshots all count as stale from here on.
+            self.epoch_base = self.epoch - 1;
+            self.lost_at.fill(0);
+        }
+    }
+
+    #[inline]
+    pub(crate) fn relative_epoch(&self) -> u32 {
+        u32::try_from(self.epoch - self.epoch_base).expect("begin_change keeps it in 32 bits")
+    }
+
+    /// An old snapshot that names the block is stale from here on.
+    #[inline]
+    pub(crate) fn mark_lost(&mut self, block: BlockId, now: u32) {
+        self.lost_at[block.index()] = now;
+    }
+
+    pub(crate) fn check_available(&self, wanted: usize) -> Result<()> {
+        if wanted <= self.queue.len() {
+            return Ok(());
+        }
+        Err(KVCacheError::OutOfBlocks {
+            wanted,
+            free: self.queue.len(),
+            total: self.config.num_blocks as usize - 1,
+        })
+    }
+
+    /// Takes blocks from the head of the queue for a row, appending them to `taken`.
+    #[inline]
+    pub(crate) fn take_for_row(&mut self, count: u32, taken: &mut Vec<BlockId>) {
+        for _ in 0..count {
+            let block = self.take_head();
+            self.row_references[block.index()] = 1;
+            taken.push(block);
+        }
+    }
+
+    /// A row attaches a block of a hit.
+    #[inline]
+    pub(crate) fn attach_to_row(&mut self, block: BlockId) {
+        self.on_accessed(block);
+        if !block.is_null() {
+            if self.ref_cnt(block) == 0 {
+                self.queue.remove(block);
+            }
+            self.row_references[block.index()] += 1;
+        }
+    }
+
+    /// A row lets go of blocks, in eviction order.
+    #[inline]
+    pub(crate) fn release_from_row(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        let mut last_plain = NULL_BLOCK;
+        for block in blocks {
+            if !block.is_null() {
+                self.row_references[block.index()] -= 1;
+                self.requeue_if_unused(block, &mut last_plain);
+            }
+        }
+    }
+
+    /// A row's references become handed-out ones.
+    pub(crate) fn hand_out(&mut self, ids: Vec<BlockId>, ends: GroupEnds) -> BlockLease {
+        for block in ids.iter().filter(|block| !block.is_null()) {
+            self.row_references[block.index()] -= 1;
+            self.handed_out[block.index()] += 1;
+        }
+        BlockLease {
+            ids,
+            ends,
+            pool: self.id,
+            epoch: self.epoch,
+        }
+    }
+
+    /// Queues a block that lost its last reference. Unhashed blocks of one call keep their order at
+    /// the head, hashed ones at the tail (`manager.md` §2.2); `last_plain` is where the call is.
+    #[inline]
+    fn requeue_if_unused(&mut self, block: BlockId, last_plain: &mut BlockId) {
+        if self.ref_cnt(block) > 0 {
+            return;
+        }
+        if self.prefix.is_cached(block) {
+            self.queue.push_back(block);
+        } else {
+            self.queue.insert_after(*last_plain, block);
+            *last_plain = block;
+        }
+    }
+
+    #[inline]
+    fn take_head(&mut self) -> BlockId {
+        let block = self
+            .queue
+            .pop_front()
+            .expect("I3: the plan counted the free blocks");
+        if self.config.enable_caching {
+            self.on_evicted(block);
+            self.drop_keys(block);
+        }
+        self.lost_at[block.index()] = self.relative_epoch();
+        if let Some(residency) = &mut self.residency {
+            residency.on_allocated(block);
+        }
+        block
+    }
+
+    /// Gives a block a key; `drop_keys` came before if it had a shorter one.
+    #[inline]
+    pub(crate) fn insert_key(&mut self, block: BlockId, key: PrefixKey) {
+        if !self.prefix.is_cached(block) {
+            self.num_blocks_stored += 1;
+        }
+        self.prefix.insert(block, key);
+    }
+
+    /// Takes all keys from a block and records their removal.
+    #[inline]
+    pub(crate) fn drop_keys(&mut self, block: BlockId) {
+        if !self.prefix.is_cached(block) {
+            return;
+        }
+        self.num_blocks_removed += 1;
+        let (events, every) = (&mut self.events, self.config.semantics.removal_event);
+        self.prefix.remove_all(block, |key, was_last_copy| {
+            if was_last_copy || every == RemovalEvent::EveryCopy {
+                events.record_removed(key.hash, key.group);
+            }
+        });
+    }
+
+    #[inline]
+    fn on_accessed(&mut self, block: BlockId) {
+        if let Some(residency) = &mut self.residency {
+            residency.on_accessed(block);
+        }
+    }
+
+    #[inline]
+    fn on_evicted(&mut self, block: BlockId) {
+        if let Some(residency) = &mut self.residency {
+            residency.on_evicted(block);
+        }
+    }
+
+    /// Checks every invariant of the pool; `row_references` is what the rows say.
+    ///
+    /// # Panics
+    /// If one does not hold.
+    pub fn validate(&self) {
+        self.queue.validate();
+        self.prefix.validate();
+        let mut held = 0;
+        for index in 1..self.config.num_blocks {
+            let block = BlockId(index);
+            let in_use = self.ref_cnt(block) > 0;
+            held += usize::from(in_use);
+            assert_eq!(self.queue.contains(block), !in_use, "I2: block {block}");
+            let keys = self
+                .prefix
+                .primary(block)
+                .into_iter()
+                .chain(self.prefix.aliases(block));
+            for key in keys {
+                assert!(self.config.enable_caching, "I8: block {block} has a key");
+                assert!(
+                    key.covered_tokens > 0
+                        && key
+                            .covered_tokens
+                            .is_multiple_of(self.config.hash_block_size),
+                    "I9: block {block} covers {} tokens",
+                    key.covered_tokens
+                );
+            }
+        }
+        assert_eq!(
+            self.ref_cnt(NULL_BLOCK),
+            0,
+            "I7: the null block has references"
+        );
+        assert_eq!(
+            self.queue.len() + held + 1,
+            self.config.num_blocks as usize,
+            "I3: queued, held and null blocks"
+        );
+        assert!(
+            self.config.enable_caching || self.events.is_empty(),
+            "I8: events"
+        );
+        assert!(
+            (0.0..=1.0).contains(&self.usage()),
+            "I13: usage {}",
+            self.usage()
+        );
+    }
+}

@@ -1,0 +1,189 @@
+//! Blocks by name: the snapshot that lookups and allocations return, and the lease that carries
+//! references outside the manager.
+
+use smallvec::{SmallVec, smallvec};
+
+use crate::error::{KVCacheError, Result};
+use crate::id::BlockId;
+
+/// Block ids per group, flat. Inline for the few of a decode step.
+pub type BlockIds = SmallVec<[BlockId; 4]>;
+
+/// Ends of the groups in a flat list of ids.
+pub type GroupEnds = SmallVec<[u32; 4]>;
+
+/// An immutable snapshot of blocks, per group: `blocks(group)[position]`. vLLM's `KVCacheBlocks`.
+///
+/// It pins nothing. It remembers its pool and the pool's epoch, so that a hit used after one of its
+/// blocks was re-allocated, or lost its key, is refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KVCacheBlocks {
+    ids: BlockIds,
+    ends: GroupEnds,
+    pool: u64,
+    epoch: u64,
+}
+
+impl KVCacheBlocks {
+    /// No blocks, for `num_groups` groups.
+    pub fn empty(num_groups: usize, pool: u64, epoch: u64) -> Self {
+        Self {
+            ids: BlockIds::new(),
+            ends: smallvec![0; num_groups],
+            pool,
+            epoch,
+        }
+    }
+
+    /// From the ids of each group.
+    pub fn from_groups<'a>(
+        groups: impl IntoIterator<Item = &'a [BlockId]>,
+        pool: u64,
+        epoch: u64,
+    ) -> Self {
+        let mut blocks = Self {
+            ids: BlockIds::new(),
+            ends: GroupEnds::new(),
+            pool,
+            epoch,
+        };
+        for group in groups {
+            blocks.push_group(group);
+        }
+        blocks
+    }
+
+    pub(crate) fn from_single_group(ids: Vec<BlockId>, pool: u64, epoch: u64) -> Self {
+        let end = u32::try_from(ids.len()).expect("rows are bounded by u32");
+        Self {
+            ids: ids.into(),
+            ends: smallvec![end],
+            pool,
+            epoch,
+        }
+    }
+
+    pub(crate) fn builder(pool: u64, epoch: u64) -> Self {
+        Self {
+            ids: BlockIds::new(),
+            ends: GroupEnds::new(),
+            pool,
+            epoch,
+        }
+    }
+
+    pub(crate) fn push_group(&mut self, group: &[BlockId]) {
+        self.ids.extend_from_slice(group);
+        self.ends
+            .push(u32::try_from(self.ids.len()).expect("rows are bounded by u32"));
+    }
+
+    /// How many groups.
+    pub fn num_groups(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// The ids of one group, by position.
+    ///
+    /// # Panics
+    /// If there is no such group.
+    pub fn blocks(&self, group: usize) -> &[BlockId] {
+        let start = if group == 0 {
+            0
+        } else {
+            self.ends[group - 1] as usize
+        };
+        &self.ids[start..self.ends[group] as usize]
+    }
+
+    /// The ids of all groups, one after another.
+    pub fn ids(&self) -> &[BlockId] {
+        &self.ids
+    }
+
+    /// Whether every group is empty.
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// The pool these blocks belong to.
+    pub fn pool(&self) -> u64 {
+        self.pool
+    }
+
+    /// The pool's epoch at the time of the snapshot ("generation").
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Group by group, this snapshot's ids followed by the other's. As old as the older of the two.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the numbers of groups differ, `ForeignBlock` if the pools do.
+    pub fn concat(&self, other: &Self) -> Result<Self> {
+        if self.num_groups() != other.num_groups() {
+            return Err(KVCacheError::argument(
+                "other",
+                format!(
+                    "blocks of {} groups cannot be added to blocks of {}",
+                    other.num_groups(),
+                    self.num_groups()
+                ),
+            ));
+        }
+        if self.pool != other.pool {
+            return Err(KVCacheError::ForeignBlock {
+                what: "the second operand".into(),
+                found: other.pool,
+                expected: self.pool,
+            });
+        }
+        let mut sum = Self::builder(self.pool, self.epoch.min(other.epoch));
+        for group in 0..self.num_groups() {
+            let mut ids = BlockIds::from_slice(self.blocks(group));
+            ids.extend_from_slice(other.blocks(group));
+            sum.push_group(&ids);
+        }
+        Ok(sum)
+    }
+}
+
+/// References outside the manager: blocks handed out by the pool or popped from a request. Neither
+/// copied nor cloned; given back whole, once. Dropping it gives nothing back: a step in flight may
+/// still read the blocks, and the order of release is the order of eviction.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "a lease that is dropped keeps its blocks held for ever"]
+pub struct BlockLease {
+    pub(crate) ids: Vec<BlockId>,
+    pub(crate) ends: GroupEnds,
+    pub(crate) pool: u64,
+    pub(crate) epoch: u64,
+}
+
+impl BlockLease {
+    /// The blocks, nulls included, in table order, group after group.
+    pub fn ids(&self) -> &[BlockId] {
+        &self.ids
+    }
+
+    /// Where each group's blocks end in `ids()`.
+    pub fn group_ends(&self) -> &[u32] {
+        &self.ends
+    }
+
+    /// The pool the blocks belong to.
+    pub fn pool(&self) -> u64 {
+        self.pool
+    }
+
+    /// The pool's epoch when the lease was made.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Dissolves the lease: its references are only counted from now on, and go back through
+    /// `BlockPool::free_counted`.
+    pub fn dissolve(self) -> Vec<BlockId> {
+        self.ids
+    }
+}

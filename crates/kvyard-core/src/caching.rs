@@ -1,0 +1,442 @@
+//! Giving keys to blocks: full blocks and boundaries inside a block. Checked first, then applied.
+//!
+//! Rules: `manager.md` §4.3, §4.4 and §8.2; vLLM's `cache_full_blocks` and `cache_partial_block`
+//! (`v1/core/block_pool.py`).
+
+use std::ops::Range;
+
+use crate::block_hash::BlockHash;
+use crate::block_pool::BlockPool;
+use crate::error::{KVCacheError, Result};
+use crate::event_log::EventReserve;
+use crate::id::{BlockId, GroupId};
+use crate::prefix_map::{MAX_GROUP, PrefixKey};
+use crate::request_view::{BlockContent, RequestCall};
+use crate::semantics::SparseStoreEvent;
+
+/// The hashes of a request at the granularity of one group: the hash of a coarse block is the one of
+/// the last fine block in it. vLLM's `BlockHashListWithBlockSize`, as a view.
+#[derive(Clone, Copy, Debug)]
+pub struct MergedBlockHashes<'a> {
+    fine: &'a [BlockHash],
+    factor: usize,
+}
+
+impl<'a> MergedBlockHashes<'a> {
+    /// `block_size` must be a multiple of `hash_block_size`; the configuration checks it.
+    pub fn new(fine: &'a [BlockHash], block_size: u32, hash_block_size: u32) -> Self {
+        Self {
+            fine,
+            factor: (block_size / hash_block_size).max(1) as usize,
+        }
+    }
+
+    /// Complete coarse blocks.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.fine.len() / self.factor
+    }
+
+    /// Whether no coarse block is complete.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The hash of a coarse block.
+    ///
+    /// # Panics
+    /// If that block is not complete.
+    #[inline]
+    pub fn get(&self, block: usize) -> &'a BlockHash {
+        &self.fine[(block + 1) * self.factor - 1]
+    }
+}
+
+/// A span of a row whose blocks get their full keys.
+#[derive(Clone, Copy, Debug)]
+pub struct CacheFullBlocks<'a> {
+    /// The request.
+    pub request: &'a RequestCall<'a>,
+    /// Its whole row in the group.
+    pub row: &'a [BlockId],
+    /// First position.
+    pub start: usize,
+    /// Behind the last position.
+    pub stop: usize,
+    /// Tokens per block of the group.
+    pub block_size: u32,
+    /// The group.
+    pub group: GroupId,
+    /// For each position of the span whether it is worth a key; none: all are.
+    pub mask: Option<&'a [bool]>,
+}
+
+impl CacheFullBlocks<'_> {
+    fn is_wanted(&self, position: usize, block: BlockId) -> bool {
+        !block.is_null() && self.mask.is_none_or(|mask| mask[position - self.start])
+    }
+
+    fn covered_tokens(&self, position: usize) -> u32 {
+        u32::try_from(position + 1).expect("rows are bounded by u32") * self.block_size
+    }
+
+    fn tokens(&self, positions: Range<usize>) -> Range<usize> {
+        let size = self.block_size as usize;
+        positions.start * size..positions.end * size
+    }
+}
+
+/// What the rules of a store event need to know.
+struct StoreEvents<'a> {
+    call: &'a CacheFullBlocks<'a>,
+    hashes: MergedBlockHashes<'a>,
+    content: BlockContent<'a>,
+}
+
+impl BlockPool {
+    /// Gives the blocks of a span their full keys. A block with a shorter key loses that first.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a mask, block size, group, hash list or row that does not fit; `NotOwned`
+    /// for a block that nobody holds; `HashConflict` for one that has a full key already. Nothing is
+    /// cached then.
+    pub fn cache_full_blocks(&mut self, call: &CacheFullBlocks<'_>) -> Result<()> {
+        if call.start >= call.stop {
+            return Ok(());
+        }
+        self.plan_cache_full_blocks(call, call.row.len())?;
+        self.reserve_cache_full_blocks(call)?;
+        self.begin_change();
+        self.apply_cache_full_blocks(call);
+        Ok(())
+    }
+
+    /// Checks a span. Positions from `num_known` on are not in the row yet: they will be fresh blocks.
+    pub(crate) fn plan_cache_full_blocks(
+        &self,
+        call: &CacheFullBlocks<'_>,
+        num_known: usize,
+    ) -> Result<()> {
+        self.check_group_and_size(call.group, call.block_size)?;
+        if call
+            .mask
+            .is_some_and(|mask| mask.len() != call.stop - call.start)
+        {
+            return Err(KVCacheError::argument(
+                "block_mask",
+                format!("must have {} elements, one a block", call.stop - call.start),
+            ));
+        }
+        let hash_block_size = self.config().hash_block_size;
+        let hashes =
+            MergedBlockHashes::new(call.request.block_hashes, call.block_size, hash_block_size);
+        if hashes.len() < call.stop {
+            return Err(KVCacheError::argument(
+                "block_hashes",
+                format!(
+                    "request {:?} has hashes of {} blocks of {} tokens, {} are needed",
+                    call.request.request_id,
+                    hashes.len(),
+                    call.block_size,
+                    call.stop
+                ),
+            ));
+        }
+        self.check_content(call.request, call.tokens(call.start..call.stop))?;
+        for position in call.start..call.stop.min(num_known) {
+            let Some(block) = call.row.get(position).copied() else {
+                return Err(KVCacheError::argument(
+                    "num_full_blocks",
+                    format!(
+                        "{} is beyond the row of {} blocks",
+                        call.stop,
+                        call.row.len()
+                    ),
+                ));
+            };
+            self.check_block("blocks", block)?;
+            if call.is_wanted(position, block) {
+                self.check_keyable(block, call.group, call.covered_tokens(position))?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn reserve_cache_full_blocks(&mut self, call: &CacheFullBlocks<'_>) -> Result<()> {
+        self.prefix.reserve(0)?;
+        let blocks = call.stop - call.start;
+        let removals = blocks + self.prefix.num_aliases();
+        self.events.reserve(EventReserve {
+            records: blocks + removals,
+            hashes: blocks + removals,
+            tokens: blocks * call.block_size as usize,
+        })
+    }
+
+    pub(crate) fn apply_cache_full_blocks(&mut self, call: &CacheFullBlocks<'_>) {
+        let hashes = MergedBlockHashes::new(
+            call.request.block_hashes,
+            call.block_size,
+            self.config().hash_block_size,
+        );
+        let now = self.relative_epoch();
+        for position in call.start..call.stop {
+            let block = call.row[position];
+            if call.is_wanted(position, block) {
+                if self.prefix.is_cached(block) {
+                    self.mark_lost(block, now);
+                    self.drop_keys(block);
+                }
+                let hash = *hashes.get(position);
+                let covered_tokens = call.covered_tokens(position);
+                self.insert_key(
+                    block,
+                    PrefixKey {
+                        hash,
+                        group: call.group,
+                        covered_tokens,
+                    },
+                );
+            }
+        }
+        if let Some(content) = call.request.content.filter(|_| self.events.is_enabled()) {
+            self.record_full_blocks(&StoreEvents {
+                call,
+                hashes,
+                content,
+            });
+        }
+    }
+
+    fn record_full_blocks(&mut self, events: &StoreEvents<'_>) {
+        let call = events.call;
+        let wanted = |position: &usize| call.is_wanted(*position, call.row[*position]);
+        match self.config().semantics.sparse_store_event {
+            SparseStoreEvent::OnePerCall => {
+                let parent = call
+                    .start
+                    .checked_sub(1)
+                    .map(|before| *events.hashes.get(before));
+                let stored = (call.start..call.stop).filter(wanted);
+                self.record_stored(events, stored, call.start..call.stop, parent);
+            }
+            SparseStoreEvent::OnePerRun => {
+                let mut position = call.start;
+                while let Some(start) = (position..call.stop).find(wanted) {
+                    let stop = (start..call.stop)
+                        .find(|at| !wanted(at))
+                        .unwrap_or(call.stop);
+                    let parent = (0..start)
+                        .rev()
+                        .map(|before| *events.hashes.get(before))
+                        .find(|hash| self.prefix.get(hash, call.group).is_some());
+                    self.record_stored(events, start..stop, start..stop, parent);
+                    position = stop;
+                }
+            }
+        }
+    }
+
+    fn record_stored(
+        &mut self,
+        events: &StoreEvents<'_>,
+        stored: impl Iterator<Item = usize>,
+        span: Range<usize>,
+        parent: Option<BlockHash>,
+    ) {
+        let (call, content) = (events.call, &events.content);
+        let mut media_cursor = 0;
+        for position in stored {
+            let tokens = call.tokens(position..position + 1);
+            let hash = *events.hashes.get(position);
+            media_cursor = self
+                .events
+                .add_stored(hash, content.keys, tokens, media_cursor);
+        }
+        let tokens = call.tokens(span);
+        self.events
+            .end_stored(content, tokens, parent, call.block_size, call.group);
+    }
+
+    /// Makes a block of a row reachable from a boundary strictly inside it. Returns the key, also if
+    /// the block had it already; none for the null block.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a boundary that is not inside a block or beyond the hashes; `NotOwned` for
+    /// a block that nobody holds.
+    pub fn cache_partial_block(
+        &mut self,
+        request: &RequestCall<'_>,
+        block: BlockId,
+        num_tokens: u32,
+        group: GroupId,
+        block_size: u32,
+    ) -> Result<Option<PrefixKey>> {
+        if block.is_null() {
+            return Ok(None);
+        }
+        let key = self.plan_partial_block(request, block, num_tokens, group, block_size)?;
+        if self.prefix.contains(&key.hash, key.group, block) {
+            return Ok(Some(key));
+        }
+        let (parent, start) = self.partial_parent(request, num_tokens, group);
+        self.check_content(request, start as usize..num_tokens as usize)?;
+        self.prefix.reserve(1)?;
+        let keys = self.prefix.num_keys_of(block) + 1;
+        let tokens = (num_tokens - start) as usize;
+        self.events.reserve(EventReserve {
+            records: keys,
+            hashes: keys,
+            tokens,
+        })?;
+        self.begin_change();
+        if self
+            .prefix
+            .primary(block)
+            .is_some_and(|old| old.covered_tokens < num_tokens)
+        {
+            self.mark_lost(block, self.relative_epoch());
+            self.drop_keys(block);
+        }
+        self.insert_key(block, key);
+        if let Some(content) = request.content.filter(|_| self.events.is_enabled()) {
+            let span = start as usize..num_tokens as usize;
+            let cursor = if start > 0 && !content.keys.media().is_empty() {
+                -1
+            } else {
+                0
+            };
+            self.events
+                .add_stored(key.hash, content.keys, span.clone(), cursor);
+            self.events
+                .end_stored(&content, span, parent, num_tokens - start, group);
+        }
+        Ok(Some(key))
+    }
+
+    fn plan_partial_block(
+        &self,
+        request: &RequestCall<'_>,
+        block: BlockId,
+        num_tokens: u32,
+        group: GroupId,
+        block_size: u32,
+    ) -> Result<PrefixKey> {
+        self.check_group_and_size(group, block_size)?;
+        self.check_block("block", block)?;
+        let size = self.config().hash_block_size;
+        if block_size == size
+            || num_tokens.is_multiple_of(block_size)
+            || !num_tokens.is_multiple_of(size)
+        {
+            return Err(KVCacheError::argument(
+                "num_tokens",
+                format!("{num_tokens} is no boundary of {size} inside a block of {block_size}"),
+            ));
+        }
+        let Some(hash) = request.block_hashes.get((num_tokens / size) as usize - 1) else {
+            return Err(KVCacheError::argument(
+                "num_tokens",
+                format!(
+                    "{num_tokens} is beyond the {} hashes of {size} tokens",
+                    request.block_hashes.len()
+                ),
+            ));
+        };
+        self.check_held(block)?;
+        Ok(PrefixKey {
+            hash: *hash,
+            group,
+            covered_tokens: num_tokens,
+        })
+    }
+
+    /// What a store of a partial entry continues, and from which token on it tells the content.
+    fn partial_parent(
+        &self,
+        request: &RequestCall<'_>,
+        num_tokens: u32,
+        group: GroupId,
+    ) -> (Option<BlockHash>, u32) {
+        let size = self.config().hash_block_size;
+        let before = &request.block_hashes[..(num_tokens / size) as usize - 1];
+        match self.config().semantics.sparse_store_event {
+            SparseStoreEvent::OnePerCall => (before.last().copied(), num_tokens - size),
+            SparseStoreEvent::OnePerRun => before
+                .iter()
+                .enumerate()
+                .rev()
+                .find(|(_, hash)| self.prefix.get(hash, group).is_some())
+                .map_or((None, 0), |(at, hash)| {
+                    let boundary = u32::try_from(at + 1).expect("positions are below num_tokens");
+                    (Some(*hash), boundary * size)
+                }),
+        }
+    }
+
+    fn check_group_and_size(&self, group: GroupId, block_size: u32) -> Result<()> {
+        if group.0 > MAX_GROUP {
+            return Err(KVCacheError::argument(
+                "kv_cache_group_id",
+                format!("{group} is above the largest group id, {MAX_GROUP}"),
+            ));
+        }
+        let size = self.config().hash_block_size;
+        if block_size == 0 || !block_size.is_multiple_of(size) {
+            return Err(KVCacheError::argument(
+                "block_size",
+                format!("{block_size} is no multiple of the hash block size {size}"),
+            ));
+        }
+        if !self.config().enable_caching {
+            return Err(KVCacheError::argument(
+                "enable_caching",
+                "this pool does not cache blocks",
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_keyable(&self, block: BlockId, group: GroupId, wanted: u32) -> Result<()> {
+        self.check_held(block)?;
+        match self.prefix.primary(block) {
+            Some(key) if key.covered_tokens >= wanted => Err(KVCacheError::HashConflict {
+                block,
+                group,
+                covered: key.covered_tokens,
+                wanted,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_held(&self, block: BlockId) -> Result<()> {
+        if self.ref_cnt(block) > 0 {
+            return Ok(());
+        }
+        Err(KVCacheError::NotOwned {
+            block,
+            reason: "nobody holds it, so it cannot be cached".into(),
+        })
+    }
+
+    /// With events on, the tokens of a span must be there to tell.
+    fn check_content(&self, request: &RequestCall<'_>, span: Range<usize>) -> Result<()> {
+        if !self.events.is_enabled() {
+            return Ok(());
+        }
+        let known = request.content.map_or(0..0, |content| {
+            content.first_token..content.first_token + content.token_ids.len()
+        });
+        if known.start <= span.start && span.end <= known.end {
+            return Ok(());
+        }
+        Err(KVCacheError::argument(
+            "content",
+            format!(
+                "events are on: the tokens {span:?} of request {:?} are needed, {known:?} are given",
+                request.request_id
+            ),
+        ))
+    }
+}

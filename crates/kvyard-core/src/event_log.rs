@@ -1,0 +1,262 @@
+//! What happened to the prefix cache, in order, for routers: one flat log that is written in place
+//! and reused. Python objects and wire bytes are two readers of it.
+//!
+//! Only what a caller may see of a change is kept: its kind, its group, the hashes, and one copy of
+//! the token ids. With events off, recording costs one branch.
+
+use std::sync::Arc;
+
+use crate::block_hash::BlockHash;
+use crate::error::Result;
+use crate::hashing::{ExtraKey, ExtraKeySource};
+use crate::id::GroupId;
+use crate::request_view::BlockContent;
+
+/// What a record is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Stored,
+    Removed,
+    Cleared,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Record {
+    kind: Kind,
+    group: GroupId,
+    /// Ends in the flat arrays; a record starts where the one before it ends.
+    hashes_end: usize,
+    tokens_end: usize,
+    extras_end: usize,
+    parent: Option<BlockHash>,
+    block_size: u32,
+    /// Position in `adapters` + 1; 0: none.
+    adapter: u32,
+}
+
+/// The adapter that a store belongs to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EventAdapter {
+    /// vLLM's `lora_int_id`.
+    pub id: i64,
+    /// vLLM's `lora_name`.
+    pub name: Arc<str>,
+}
+
+/// One change, as a reader sees it. Field names are vLLM's (`distributed/kv_events.py`).
+#[derive(Clone, Copy, Debug)]
+pub enum KVCacheEvent<'a> {
+    /// Blocks became available for reuse.
+    BlockStored {
+        /// One for each stored block, in order.
+        block_hashes: &'a [BlockHash],
+        /// The prefix that the first of them continues.
+        parent_block_hash: Option<BlockHash>,
+        /// Tokens of the announced span.
+        token_ids: &'a [u32],
+        /// Tokens per block.
+        block_size: u32,
+        /// The adapter, if any.
+        adapter: Option<&'a EventAdapter>,
+        /// For each hash the extra keys of its block; empty if no block has any.
+        extra_keys: &'a [Vec<ExtraKey>],
+        /// The group.
+        group: GroupId,
+    },
+    /// Blocks are no longer available.
+    BlockRemoved {
+        /// Always one in what the pool records.
+        block_hashes: &'a [BlockHash],
+        /// The group.
+        group: GroupId,
+    },
+    /// The whole cache was reset.
+    AllBlocksCleared,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct EventLog {
+    enabled: bool,
+    records: Vec<Record>,
+    hashes: Vec<BlockHash>,
+    tokens: Vec<u32>,
+    extras: Vec<Vec<ExtraKey>>,
+    adapters: Vec<EventAdapter>,
+}
+
+/// How much one call may add to the log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EventReserve {
+    /// Records.
+    pub records: usize,
+    /// Block hashes.
+    pub hashes: usize,
+    /// Token ids.
+    pub tokens: usize,
+}
+
+impl EventLog {
+    /// An empty log; with `enabled` false nothing is ever recorded.
+    pub fn new(enabled: bool) -> Self {
+        Self {
+            enabled,
+            ..Self::default()
+        }
+    }
+
+    /// Whether changes are recorded.
+    #[inline]
+    pub fn is_enabled(&self) -> bool {
+        self.enabled
+    }
+
+    /// How many changes are waiting.
+    pub fn len(&self) -> usize {
+        self.records.len()
+    }
+
+    /// Whether no change is waiting.
+    pub fn is_empty(&self) -> bool {
+        self.records.is_empty()
+    }
+
+    /// Makes room, so that recording cannot fail.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn reserve(&mut self, wanted: EventReserve) -> Result<()> {
+        if self.enabled {
+            self.records.try_reserve(wanted.records)?;
+            self.hashes.try_reserve(wanted.hashes)?;
+            self.tokens.try_reserve(wanted.tokens)?;
+            self.extras.try_reserve(wanted.hashes)?;
+            self.adapters.try_reserve(wanted.records)?;
+        }
+        Ok(())
+    }
+
+    /// Exchanges the log for an empty one (whose capacity is reused), so that it can be read while
+    /// the pool goes on.
+    pub fn take(&mut self, spare: &mut Self) {
+        spare.clear();
+        spare.enabled = self.enabled;
+        std::mem::swap(self, spare);
+    }
+
+    /// Forgets what is waiting and keeps the capacity.
+    pub fn clear(&mut self) {
+        self.records.clear();
+        self.hashes.clear();
+        self.tokens.clear();
+        self.extras.clear();
+        self.adapters.clear();
+    }
+
+    /// The waiting changes, oldest first.
+    pub fn iter(&self) -> impl Iterator<Item = KVCacheEvent<'_>> {
+        let starts = std::iter::once((0, 0, 0)).chain(
+            self.records
+                .iter()
+                .map(|record| (record.hashes_end, record.tokens_end, record.extras_end)),
+        );
+        self.records
+            .iter()
+            .zip(starts)
+            .map(|(record, (hashes, tokens, extras))| {
+                let block_hashes = &self.hashes[hashes..record.hashes_end];
+                match record.kind {
+                    Kind::Cleared => KVCacheEvent::AllBlocksCleared,
+                    Kind::Removed => KVCacheEvent::BlockRemoved {
+                        block_hashes,
+                        group: record.group,
+                    },
+                    Kind::Stored => KVCacheEvent::BlockStored {
+                        block_hashes,
+                        parent_block_hash: record.parent,
+                        token_ids: &self.tokens[tokens..record.tokens_end],
+                        block_size: record.block_size,
+                        adapter: (record.adapter as usize)
+                            .checked_sub(1)
+                            .map(|adapter| &self.adapters[adapter]),
+                        extra_keys: &self.extras[extras..record.extras_end],
+                        group: record.group,
+                    },
+                }
+            })
+    }
+
+    pub(crate) fn record_removed(&mut self, hash: BlockHash, group: GroupId) {
+        if self.enabled {
+            self.hashes.push(hash);
+            self.push(Kind::Removed, group, None, 0, 0);
+        }
+    }
+
+    pub(crate) fn record_cleared(&mut self) {
+        if self.enabled {
+            self.push(Kind::Cleared, GroupId(0), None, 0, 0);
+        }
+    }
+
+    /// Begins a store; `add_stored` and `end_stored` follow.
+    pub(crate) fn add_stored(
+        &mut self,
+        hash: BlockHash,
+        keys: &ExtraKeySource,
+        span: std::ops::Range<usize>,
+        media_cursor: isize,
+    ) -> isize {
+        self.hashes.push(hash);
+        if keys.is_empty() {
+            return media_cursor;
+        }
+        let mut members = Vec::new();
+        let cursor = keys.append_block_keys(span, media_cursor, &mut members);
+        self.extras.push(members);
+        cursor
+    }
+
+    /// Ends a store: tokens of `span`, what was added since the record before.
+    pub(crate) fn end_stored(
+        &mut self,
+        content: &BlockContent<'_>,
+        span: std::ops::Range<usize>,
+        parent: Option<BlockHash>,
+        block_size: u32,
+        group: GroupId,
+    ) {
+        let first = content.first_token;
+        self.tokens
+            .extend_from_slice(&content.token_ids[span.start - first..span.end - first]);
+        let mut adapter = 0;
+        if let Some(lora) = content.keys.lora() {
+            self.adapters.push(EventAdapter {
+                id: lora.id,
+                name: lora.name.text.clone(),
+            });
+            adapter = u32::try_from(self.adapters.len()).expect("adapters are bounded by records");
+        }
+        self.push(Kind::Stored, group, parent, block_size, adapter);
+    }
+
+    fn push(
+        &mut self,
+        kind: Kind,
+        group: GroupId,
+        parent: Option<BlockHash>,
+        block_size: u32,
+        adapter: u32,
+    ) {
+        self.records.push(Record {
+            kind,
+            group,
+            hashes_end: self.hashes.len(),
+            tokens_end: self.tokens.len(),
+            extras_end: self.extras.len(),
+            parent,
+            block_size,
+            adapter,
+        });
+    }
+}

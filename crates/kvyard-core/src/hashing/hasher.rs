@@ -1,0 +1,160 @@
+//! Hashes a request's blocks as they fill up.
+
+use super::digest::{Digest, Sha256, Xxh3};
+use super::{
+    Cbor, ExtraKeySource, HashAlgorithm, Pickle, Serialisation, hash_block, hash_plain_block,
+    parent_bytes, plain_capacity,
+};
+use crate::block_hash::BlockHash;
+use crate::error::{KVCacheError, Result};
+use crate::semantics::{MediaCursor, Semantics};
+
+/// Blocks of up to this many tokens are serialised on the stack.
+const STACK_TOKENS: usize = 64;
+
+/// What is needed to hash the blocks of any request of one engine: vLLM's
+/// `get_request_block_hasher` (`v1/core/kv_cache_utils.py`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockHasher {
+    algorithm: HashAlgorithm,
+    none_hash: BlockHash,
+    hash_block_size: usize,
+    semantics: Semantics,
+}
+
+impl BlockHasher {
+    /// A hasher whose chains start at `none_hash` and whose blocks have `hash_block_size` tokens.
+    ///
+    /// # Errors
+    /// `Config` if the block size is 0.
+    pub fn new(
+        algorithm: HashAlgorithm,
+        none_hash: BlockHash,
+        hash_block_size: u32,
+        semantics: Semantics,
+    ) -> Result<Self> {
+        if hash_block_size == 0 {
+            return Err(KVCacheError::config(
+                "hash_block_size",
+                "must be at least 1",
+            ));
+        }
+        let hash_block_size = hash_block_size as usize;
+        Ok(Self {
+            algorithm,
+            none_hash,
+            hash_block_size,
+            semantics,
+        })
+    }
+
+    /// How hashes are computed.
+    pub const fn algorithm(&self) -> HashAlgorithm {
+        self.algorithm
+    }
+
+    /// The root of the chain.
+    pub const fn none_hash(&self) -> &BlockHash {
+        &self.none_hash
+    }
+
+    /// Tokens per hash.
+    pub const fn hash_block_size(&self) -> usize {
+        self.hash_block_size
+    }
+
+    /// Whose behaviour it follows.
+    pub const fn semantics(&self) -> Semantics {
+        self.semantics
+    }
+
+    /// Appends the hashes of all blocks that are complete and have none yet.
+    ///
+    /// `hashes` holds those of the first blocks of the same tokens, from an earlier call. Under
+    /// [`MediaCursor::LastItem`] the result depends on how the work was split over calls.
+    pub fn extend(&self, tokens: &[u32], keys: &ExtraKeySource, hashes: &mut Vec<BlockHash>) {
+        let complete = tokens.len() / self.hash_block_size;
+        if complete <= hashes.len() {
+            return;
+        }
+        hashes.reserve(complete - hashes.len());
+        let tokens = &tokens[..complete * self.hash_block_size];
+        match self.algorithm {
+            HashAlgorithm::Sha256 => self.extend_as::<Pickle, Sha256>(tokens, keys, hashes),
+            HashAlgorithm::Sha256Cbor => self.extend_as::<Cbor, Sha256>(tokens, keys, hashes),
+            HashAlgorithm::XxHash => self.extend_as::<Pickle, Xxh3>(tokens, keys, hashes),
+            HashAlgorithm::XxHashCbor => self.extend_as::<Cbor, Xxh3>(tokens, keys, hashes),
+        }
+    }
+
+    fn extend_as<S: Serialisation, D: Digest>(
+        &self,
+        tokens: &[u32],
+        keys: &ExtraKeySource,
+        hashes: &mut Vec<BlockHash>,
+    ) {
+        let size = self.hash_block_size;
+        if !keys.is_empty() || size > S::PLAIN_TOKENS_MAX {
+            self.extend_with_keys::<S, D>(tokens, keys, hashes);
+        } else if size <= STACK_TOKENS {
+            let mut buffer = [0; plain_capacity(STACK_TOKENS)];
+            self.extend_plain::<S, D>(tokens, hashes, &mut buffer);
+        } else {
+            self.extend_plain::<S, D>(tokens, hashes, &mut vec![0; plain_capacity(size)]);
+        }
+    }
+
+    /// The hot path: no extra keys, so every block looks the same.
+    fn extend_plain<S: Serialisation, D: Digest>(
+        &self,
+        tokens: &[u32],
+        hashes: &mut Vec<BlockHash>,
+        buffer: &mut [u8],
+    ) {
+        let mut parent = hashes.last().copied().unwrap_or(self.none_hash);
+        for block in
+            tokens[hashes.len() * self.hash_block_size..].chunks_exact(self.hash_block_size)
+        {
+            parent =
+                hash_plain_block::<S, D, u32>(parent_bytes(self.algorithm, &parent), block, buffer);
+            hashes.push(parent);
+        }
+    }
+
+    fn extend_with_keys<S: Serialisation, D: Digest>(
+        &self,
+        tokens: &[u32],
+        source: &ExtraKeySource,
+        hashes: &mut Vec<BlockHash>,
+    ) {
+        let size = self.hash_block_size;
+        let mut start = hashes.len() * size;
+        let mut cursor = self.first_cursor(start, source);
+        let mut parent = hashes.last().copied().unwrap_or(self.none_hash);
+        let mut keys = Vec::new();
+        let mut scratch = Vec::new();
+        while start < tokens.len() {
+            let block = start..start + size;
+            keys.clear();
+            cursor = source.append_block_keys(block.clone(), cursor, &mut keys);
+            parent = hash_block::<S, D, u32>(
+                self.semantics.hash_domains,
+                parent_bytes(self.algorithm, &parent),
+                &tokens[block],
+                &keys,
+                &mut scratch,
+            );
+            hashes.push(parent);
+            start += size;
+        }
+    }
+
+    /// The media item from which to look when hashing goes on at `start`.
+    fn first_cursor(&self, start: usize, keys: &ExtraKeySource) -> isize {
+        match self.semantics.media_cursor {
+            _ if start == 0 => 0,
+            MediaCursor::LastItem => -1,
+            MediaCursor::FirstOverlap => keys.first_media_ending_after(start).cast_signed(),
+        }
+    }
+}

@@ -1,0 +1,650 @@
+//! `allocate_slots`: planned, given its memory, applied. The steps are those of `manager.md` §6.3.
+//!
+//! Token axis: `[computed | local hit | external | new | look-ahead]`.
+
+use std::ops::Range;
+
+use smallvec::SmallVec;
+
+use super::{KVCacheManager, span};
+use crate::blocks::KVCacheBlocks;
+use crate::error::{KVCacheError, Result};
+use crate::id::{BlockId, RequestRow};
+use crate::request_view::{RequestCall, RequestStatus};
+use crate::semantics::StatsOn;
+use crate::single_type::{Demand, GroupState, SingleTypeKVCacheManager, num_evictable};
+
+/// Arguments of `allocate_slots`; the names are vLLM's, the units tokens unless said.
+#[derive(Clone, Copy, Debug)]
+pub struct AllocateSlots<'a> {
+    /// The request.
+    pub request: &'a RequestCall<'a>,
+    /// Where the caller saw the request's row last; may be wrong.
+    pub row_hint: Option<RequestRow>,
+    /// To compute in this step, drafts included.
+    pub num_new_tokens: u32,
+    /// Local hit just found.
+    pub num_new_computed_tokens: u32,
+    /// Blocks of that hit.
+    pub new_computed_blocks: Option<&'a KVCacheBlocks>,
+    /// Extra slots for a drafter.
+    pub num_lookahead_tokens: u32,
+    /// Supplied by a connector.
+    pub num_external_computed_tokens: u32,
+    /// The blocks will be cached later, by `cache_blocks`.
+    pub delay_cache_blocks: bool,
+    /// Refuse a request whose whole sequence cannot fit.
+    pub full_sequence_must_fit: bool,
+    /// Blocks promised to others.
+    pub reserved_blocks: u32,
+    /// Others are scheduled, so the watermark applies to new requests.
+    pub has_scheduled_reqs: bool,
+}
+
+impl<'a> AllocateSlots<'a> {
+    /// `num_new_tokens` for a request, with vLLM's defaults of everything else.
+    pub fn new(request: &'a RequestCall<'a>, num_new_tokens: u32) -> Self {
+        Self {
+            request,
+            row_hint: None,
+            num_new_tokens,
+            num_new_computed_tokens: 0,
+            new_computed_blocks: None,
+            num_lookahead_tokens: 0,
+            num_external_computed_tokens: 0,
+            delay_cache_blocks: false,
+            full_sequence_must_fit: false,
+            reserved_blocks: 0,
+            has_scheduled_reqs: true,
+        }
+    }
+
+    fn hits(&self, group: usize) -> &'a [BlockId] {
+        self.new_computed_blocks
+            .map_or(&[], |blocks| blocks.blocks(group))
+    }
+}
+
+/// What the call does to one group.
+#[derive(Clone, Debug, Default)]
+struct GroupPlan {
+    /// Positions released because no later token reads them.
+    released: Range<u32>,
+    /// Leading nulls of a new row.
+    padding: u32,
+    /// Hits from here on are attached.
+    hits_from: usize,
+    /// Blocks for external tokens.
+    external: u32,
+    /// Blocks for new and look-ahead tokens.
+    fresh: u32,
+    /// Positions that get keys.
+    cached: Range<u32>,
+}
+
+/// What an `allocate_slots` will do. A refusal is a plan too: it releases what no later token reads,
+/// and nothing else.
+#[derive(Clone, Debug)]
+#[must_use = "a plan changes nothing until it is applied"]
+pub struct AllocatePlan<'a> {
+    call: AllocateSlots<'a>,
+    row: Option<RequestRow>,
+    admitted: bool,
+    attaches_hits: bool,
+    groups: SmallVec<[GroupPlan; 2]>,
+}
+
+impl AllocatePlan<'_> {
+    /// Whether the blocks fit.
+    pub fn is_admitted(&self) -> bool {
+        self.admitted
+    }
+}
+
+/// Token counts of one call, derived once.
+struct Tokens {
+    /// Computed, local and external, clamped to the longest request.
+    total: u32,
+    /// With the new ones.
+    main: u32,
+    /// With look-ahead, clamped.
+    slots: u32,
+    local: u32,
+    external: u32,
+}
+
+impl KVCacheManager {
+    /// Blocks for a request's next tokens: the newly allocated ones (hits and external blocks not
+    /// among them), or none if they do not fit.
+    ///
+    /// # Errors
+    /// See `plan_allocate_slots`. After an error nothing has changed; after a refusal only blocks that
+    /// no later token reads are released.
+    pub fn allocate_slots(&mut self, call: &AllocateSlots<'_>) -> Result<Option<KVCacheBlocks>> {
+        let plan = self.plan_allocate_slots(call)?;
+        self.reserve_allocate_slots(&plan)?;
+        Ok(self.apply_allocate_slots(plan))
+    }
+
+    /// Decides without changing anything.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for nothing to do, external tokens beyond the longest request, hits that do
+    /// not match `num_new_computed_tokens` or the groups, or too few hashes; `AlreadyTracked` for
+    /// hits of a request that has blocks; `ForeignBlock` or `StaleBlock` for hits of another pool or
+    /// of earlier days.
+    pub fn plan_allocate_slots<'a>(&self, call: &AllocateSlots<'a>) -> Result<AllocatePlan<'a>> {
+        let request = call.request;
+        let row = self.requests.find(request.request_id, call.row_hint);
+        let tracked = self.is_running(row);
+        let attaches_hits = !tracked
+            && (call.num_external_computed_tokens > 0
+                || call
+                    .new_computed_blocks
+                    .is_some_and(|blocks| !blocks.is_empty()));
+        self.check_call(call, row, tracked, attaches_hits)?;
+        let mut plan = AllocatePlan {
+            call: *call,
+            row,
+            admitted: false,
+            attaches_hits,
+            groups: SmallVec::new(),
+        };
+        let waiting = matches!(
+            request.view.status,
+            RequestStatus::Waiting | RequestStatus::Preempted
+        );
+        let watermark = if call.has_scheduled_reqs && waiting {
+            self.watermark_blocks
+        } else {
+            0
+        };
+        let alone = self.semantics_lookahead_alone(call, row);
+        let mut tokens = self.tokens(call, call.num_lookahead_tokens);
+        if alone {
+            self.drop_lookahead_that_cannot_fit(call, row, &mut tokens);
+        }
+        if call.full_sequence_must_fit && !self.whole_sequence_fits(call, row, &tokens, watermark) {
+            plan.groups
+                .resize_with(self.managers.len(), GroupPlan::default);
+            return Ok(plan);
+        }
+        let freed = self.plan_release(call, row, &tokens, &mut plan.groups);
+        let free = self.pool.num_free_blocks() as u64 + freed;
+        let demand = Demand {
+            num_tokens: tokens.slots,
+            total_computed: tokens.local + tokens.external,
+        };
+        let predicted = self.num_blocks_to_allocate(call, row, demand);
+        let available = free.saturating_sub(u64::from(call.reserved_blocks));
+        if predicted + u64::from(watermark) > available {
+            return Ok(plan);
+        }
+        let taken = self.plan_groups(call, row, attaches_hits, &tokens, &mut plan.groups)?;
+        plan.admitted = taken <= free;
+        Ok(plan)
+    }
+
+    /// Grows what the plan will fill: rows, logs, tables.
+    ///
+    /// # Errors
+    /// `OutOfMemory`; nothing but capacity has changed.
+    pub fn reserve_allocate_slots(&mut self, plan: &AllocatePlan<'_>) -> Result<()> {
+        if !plan.admitted {
+            return Ok(());
+        }
+        let row = match plan.row {
+            Some(row) => row,
+            None => {
+                self.requests.reserve()?;
+                self.requests.next_row()
+            }
+        };
+        let mut taken = 0;
+        for (index, group) in plan.groups.iter().enumerate() {
+            let hits = plan.call.hits(index).len() - group.hits_from;
+            let new_blocks = (group.external + group.fresh) as usize;
+            let manager = &mut self.managers[index];
+            self.tables.reserve(
+                row,
+                manager.group(),
+                group.padding as usize + hits + new_blocks,
+            )?;
+            manager.reserve_row(row, new_blocks)?;
+            taken += new_blocks;
+        }
+        self.pool.reserve_evictions(taken)?;
+        for (index, group) in plan.groups.iter().enumerate() {
+            if !group.cached.is_empty() {
+                let call = span(
+                    plan.call.request,
+                    &[],
+                    &self.managers[index],
+                    group.cached.clone(),
+                );
+                self.pool.reserve_cache_full_blocks(&call)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Carries the plan out.
+    pub fn apply_allocate_slots(&mut self, plan: AllocatePlan<'_>) -> Option<KVCacheBlocks> {
+        self.pool.begin_change();
+        if let Some(row) = plan.row {
+            for (manager, group) in self.managers.iter().zip(&plan.groups) {
+                if !group.released.is_empty() {
+                    let nulled =
+                        self.tables
+                            .null_range(row, manager.group(), group.released.clone());
+                    self.pool.release_from_row(nulled);
+                }
+            }
+        }
+        if !plan.admitted {
+            return None;
+        }
+        let request = plan.call.request;
+        let row = plan.row.unwrap_or_else(|| {
+            self.record_admission(&plan.call);
+            self.requests.insert(request.request_id)
+        });
+        if plan.attaches_hits {
+            self.attach_hits(row, &plan);
+        }
+        let fresh = self.take_fresh(row, &plan);
+        for (manager, group) in self.managers.iter_mut().zip(&plan.groups) {
+            if !group.cached.is_empty() {
+                let blocks = self.tables.row(row, manager.group());
+                let call = span(request, blocks, manager, group.cached.clone());
+                self.pool.apply_cache_full_blocks(&call);
+                manager.set_num_cached_block(row, group.cached.end);
+            }
+        }
+        Some(fresh)
+    }
+
+    // -------------------------------------------------------------------------------- plan: checks
+
+    /// Whether any group has offered blocks of the request to the cache: its hits were attached or
+    /// its first block filled.
+    fn is_running(&self, row: Option<RequestRow>) -> bool {
+        row.is_some_and(|row| {
+            self.managers
+                .iter()
+                .any(|manager| manager.num_cached_block(row).is_some())
+        })
+    }
+
+    fn check_call(
+        &self,
+        call: &AllocateSlots<'_>,
+        row: Option<RequestRow>,
+        tracked: bool,
+        attaches_hits: bool,
+    ) -> Result<()> {
+        if call.num_new_tokens == 0 && call.num_external_computed_tokens == 0 {
+            return Err(KVCacheError::argument(
+                "num_new_tokens",
+                format!(
+                    "request {:?} has no new and no external tokens to allocate",
+                    call.request.request_id
+                ),
+            ));
+        }
+        let axis = [
+            call.request.view.num_computed_tokens,
+            call.num_new_computed_tokens,
+            call.num_external_computed_tokens,
+            call.num_new_tokens,
+            call.num_lookahead_tokens,
+        ];
+        if axis.iter().map(|tokens| u64::from(*tokens)).sum::<u64>() > u64::from(u32::MAX / 2) {
+            return Err(KVCacheError::argument(
+                "num_new_tokens",
+                "the token counts are too large",
+            ));
+        }
+        let computed: u32 = axis[..3].iter().sum();
+        if call.num_external_computed_tokens > 0 && computed > self.config.max_model_len {
+            return Err(KVCacheError::argument(
+                "num_external_computed_tokens",
+                format!(
+                    "{computed} computed tokens exceed max_model_len {}",
+                    self.config.max_model_len
+                ),
+            ));
+        }
+        self.check_hits(call, tracked)?;
+        let has_blocks = row.is_some_and(|row| {
+            self.managers
+                .iter()
+                .any(|manager| !self.tables.row(row, manager.group()).is_empty())
+        });
+        if attaches_hits && has_blocks {
+            return Err(KVCacheError::AlreadyTracked {
+                request: call.request.request_id.into(),
+            });
+        }
+        Ok(())
+    }
+
+    fn check_hits(&self, call: &AllocateSlots<'_>, tracked: bool) -> Result<()> {
+        let mismatch = |reason: String| Err(KVCacheError::argument("new_computed_blocks", reason));
+        let Some(blocks) = call.new_computed_blocks.filter(|blocks| !blocks.is_empty()) else {
+            return match call.num_new_computed_tokens {
+                0 => Ok(()),
+                tokens => mismatch(format!("no blocks for num_new_computed_tokens={tokens}")),
+            };
+        };
+        if tracked {
+            return Err(KVCacheError::AlreadyTracked {
+                request: call.request.request_id.into(),
+            });
+        }
+        if !self.config.enable_caching {
+            return mismatch("caching is off, there are no hits".into());
+        }
+        if blocks.pool() != self.pool.id() {
+            return Err(KVCacheError::ForeignBlock {
+                what: "the hit".into(),
+                found: blocks.pool(),
+                expected: self.pool.id(),
+            });
+        }
+        if blocks.num_groups() != self.managers.len() {
+            return mismatch(format!(
+                "blocks of {} groups, the manager has {}",
+                blocks.num_groups(),
+                self.managers.len()
+            ));
+        }
+        for (index, manager) in self.managers.iter().enumerate() {
+            let hits = blocks.blocks(index);
+            let tokens = hits.len() as u64 * u64::from(manager.block_size());
+            if tokens != u64::from(call.num_new_computed_tokens) {
+                return mismatch(format!(
+                    "group {index} has blocks of {tokens} tokens, num_new_computed_tokens is {}",
+                    call.num_new_computed_tokens
+                ));
+            }
+            for block in hits {
+                self.check_hit(call, manager, *block, blocks.epoch())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_hit(
+        &self,
+        call: &AllocateSlots<'_>,
+        manager: &SingleTypeKVCacheManager,
+        block: BlockId,
+        epoch: u64,
+    ) -> Result<()> {
+        if block.is_null() {
+            return Ok(());
+        }
+        let key = self.pool.block_key(block);
+        if key.is_none() || self.pool.changed_since(block, epoch) {
+            let what = match (key, self.pool.ref_cnt(block)) {
+                (None, 0) => "evicted",
+                _ => "re-allocated",
+            };
+            let request = call.request.request_id.into();
+            return Err(KVCacheError::StaleBlock {
+                block,
+                request,
+                what,
+            });
+        }
+        match key {
+            Some(key) if key.group != manager.group() => Err(KVCacheError::argument(
+                "new_computed_blocks",
+                format!(
+                    "block {block} caches group {}, not group {}",
+                    key.group,
+                    manager.group()
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    // ------------------------------------------------------------------------------- plan: counting
+
+    fn tokens(&self, call: &AllocateSlots<'_>, num_lookahead_tokens: u32) -> Tokens {
+        let local = call.request.view.num_computed_tokens + call.num_new_computed_tokens;
+        let external = call.num_external_computed_tokens;
+        let total = (local + external).min(self.config.max_model_len);
+        let main = total + call.num_new_tokens;
+        let slots = (main + num_lookahead_tokens).min(self.config.max_model_len);
+        Tokens {
+            total,
+            main,
+            slots,
+            local,
+            external,
+        }
+    }
+
+    /// Whether look-ahead may be given up for this call, because no other block is held: refusing it
+    /// would refuse it for ever. A fault of 0.25.1 that `gate_counts_lookahead` mends.
+    fn semantics_lookahead_alone(&self, call: &AllocateSlots<'_>, row: Option<RequestRow>) -> bool {
+        if !self.config.semantics.gate_counts_lookahead || call.num_lookahead_tokens == 0 {
+            return false;
+        }
+        let own = self.managers.iter().map(|manager| {
+            let state = self.group_state(manager, row);
+            state.row.iter().filter(|block| !block.is_null()).count()
+        });
+        self.pool.num_free_blocks() + own.sum::<usize>() + 1 == self.pool.num_blocks() as usize
+    }
+
+    fn drop_lookahead_that_cannot_fit(
+        &self,
+        call: &AllocateSlots<'_>,
+        row: Option<RequestRow>,
+        tokens: &mut Tokens,
+    ) {
+        let lookahead = tokens.slots.saturating_sub(tokens.main);
+        let whole = call.request.view.num_tokens.max(tokens.main) + lookahead;
+        let demand = Demand {
+            num_tokens: whole.min(self.config.max_model_len),
+            total_computed: tokens.local + tokens.external,
+        };
+        if self.num_blocks_to_allocate(call, row, demand) > self.pool.num_free_blocks() as u64 {
+            *tokens = self.tokens(call, 0);
+        }
+    }
+
+    /// Step 5. Look-ahead is counted where the semantics say so.
+    fn whole_sequence_fits(
+        &self,
+        call: &AllocateSlots<'_>,
+        row: Option<RequestRow>,
+        tokens: &Tokens,
+        watermark: u32,
+    ) -> bool {
+        let lookahead = if self.config.semantics.gate_counts_lookahead {
+            tokens.slots.saturating_sub(tokens.main)
+        } else {
+            0
+        };
+        let whole = call.request.view.num_tokens.saturating_add(lookahead);
+        let demand = Demand {
+            num_tokens: whole.min(self.config.max_model_len),
+            total_computed: tokens.total,
+        };
+        let needed = self.num_blocks_to_allocate(call, row, demand) + u64::from(watermark);
+        needed <= self.pool.num_free_blocks() as u64
+    }
+
+    fn num_blocks_to_allocate(
+        &self,
+        call: &AllocateSlots<'_>,
+        row: Option<RequestRow>,
+        demand: Demand,
+    ) -> u64 {
+        let group = |(index, manager): (usize, &SingleTypeKVCacheManager)| {
+            let state = self.group_state(manager, row);
+            u64::from(manager.num_blocks_to_allocate(&self.pool, &state, call.hits(index), demand))
+        };
+        self.managers.iter().enumerate().map(group).sum()
+    }
+
+    // ---------------------------------------------------------------------------- plan: what to do
+
+    /// Step 6: what no later token reads. Tokens of steps still in flight are not over yet. Returns
+    /// how many blocks that frees.
+    fn plan_release(
+        &self,
+        call: &AllocateSlots<'_>,
+        row: Option<RequestRow>,
+        tokens: &Tokens,
+        groups: &mut SmallVec<[GroupPlan; 2]>,
+    ) -> u64 {
+        let view = &call.request.view;
+        let processed = tokens.total.saturating_sub(view.num_in_flight_tokens);
+        let mut freed = 0;
+        for manager in &self.managers {
+            let blocks = self.group_state(manager, row).row;
+            let released = manager.skipped_range(blocks, processed, Some(view.num_prompt_tokens));
+            let unused = blocks[released.start as usize..released.end as usize]
+                .iter()
+                .filter(|block| self.pool.ref_cnt(**block) == 1);
+            freed += unused.count() as u64;
+            groups.push(GroupPlan {
+                released,
+                ..GroupPlan::default()
+            });
+        }
+        freed
+    }
+
+    /// Steps 9 to 12, for each group. Returns how many free blocks they take.
+    fn plan_groups(
+        &self,
+        call: &AllocateSlots<'_>,
+        row: Option<RequestRow>,
+        attaches_hits: bool,
+        tokens: &Tokens,
+        groups: &mut SmallVec<[GroupPlan; 2]>,
+    ) -> Result<u64> {
+        let mut taken = 0;
+        for (index, (manager, plan)) in self.managers.iter().zip(groups).enumerate() {
+            let state = self.group_state(manager, row);
+            let hits = call.hits(index);
+            let mut length = u32::try_from(state.row.len()).expect("rows are bounded by u32");
+            if attaches_hits {
+                let total = tokens.local + tokens.external;
+                plan.padding = manager.num_skipped_blocks(total);
+                plan.hits_from = hits.len().min(plan.padding as usize);
+                let attached = &hits[plan.hits_from..];
+                length =
+                    plan.padding + u32::try_from(attached.len()).expect("rows are bounded by u32");
+                plan.external = manager.num_external_blocks(length, tokens.local, tokens.external);
+                taken += u64::from(num_evictable(&self.pool, attached) + plan.external);
+            }
+            let offered = if attaches_hits {
+                Some(length)
+            } else {
+                state.num_cached
+            };
+            length += plan.external;
+            plan.fresh = tokens
+                .slots
+                .div_ceil(manager.block_size())
+                .saturating_sub(length);
+            taken += u64::from(plan.fresh);
+            length += plan.fresh;
+            if self.config.enable_caching && !call.delay_cache_blocks {
+                plan.cached = self.plan_caching(call, manager, &state, offered, length, tokens)?;
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Step 12: full blocks whose tokens are final, drafts excluded.
+    fn plan_caching(
+        &self,
+        call: &AllocateSlots<'_>,
+        manager: &SingleTypeKVCacheManager,
+        state: &GroupState<'_>,
+        offered: Option<u32>,
+        length: u32,
+        tokens: &Tokens,
+    ) -> Result<Range<u32>> {
+        let commit = tokens.main.min(call.request.view.num_tokens);
+        let start = offered.unwrap_or(0);
+        let stop = (commit / manager.block_size()).min(length);
+        if start >= stop {
+            return Ok(0..0);
+        }
+        let known = if call.new_computed_blocks.is_some() {
+            &[]
+        } else {
+            state.row
+        };
+        let spanned = span(call.request, known, manager, start..stop);
+        self.pool.plan_cache_full_blocks(&spanned, known.len())?;
+        Ok(start..stop)
+    }
+
+    // ---------------------------------------------------------------------------------------- apply
+
+    /// Under `stats_on` admission a request counts when it gets its row, not at each lookup.
+    fn record_admission(&mut self, call: &AllocateSlots<'_>) {
+        let view = &call.request.view;
+        if self.config.log_stats
+            && self.config.enable_caching
+            && self.config.semantics.stats_on == StatsOn::Admission
+            && !view.skip_reading_prefix_cache
+        {
+            self.prefix_cache_stats
+                .record(view, call.num_new_computed_tokens);
+        }
+    }
+
+    /// Step 9, in two phases over all groups: no group's external blocks may evict another's hits.
+    fn attach_hits(&mut self, row: RequestRow, plan: &AllocatePlan<'_>) {
+        let pool = &mut self.pool;
+        for (index, (manager, group)) in self.managers.iter_mut().zip(&plan.groups).enumerate() {
+            let hits = &plan.call.hits(index)[group.hits_from..];
+            self.tables.append_with(row, manager.group(), |blocks| {
+                blocks.resize(blocks.len() + group.padding as usize, crate::id::NULL_BLOCK);
+                for block in hits {
+                    pool.attach_to_row(*block);
+                }
+                blocks.extend_from_slice(hits);
+            });
+            let offered = group.padding as usize + hits.len();
+            let offered = u32::try_from(offered).expect("rows are bounded by u32");
+            manager.set_num_cached_block(row, offered);
+        }
+        for (manager, group) in self.managers.iter_mut().zip(&plan.groups) {
+            if group.external > 0 {
+                self.tables.append_with(row, manager.group(), |blocks| {
+                    let start = blocks.len();
+                    pool.take_for_row(group.external, blocks);
+                    manager.record_new_blocks(&blocks[start..]);
+                });
+            }
+        }
+    }
+
+    /// Step 10, and what the call returns.
+    fn take_fresh(&mut self, row: RequestRow, plan: &AllocatePlan<'_>) -> KVCacheBlocks {
+        let pool = &mut self.pool;
+        let mut fresh = KVCacheBlocks::builder(pool.id(), pool.epoch());
+        for (manager, group) in self.managers.iter_mut().zip(&plan.groups) {
+            self.tables.append_with(row, manager.group(), |blocks| {
+                let start = blocks.len();
+                pool.take_for_row(group.fresh, blocks);
+                manager.record_new_blocks(&blocks[start..]);
+                fresh.push_group(&blocks[start..]);
+            });
+        }
+        fresh
+    }
+}

@@ -1,0 +1,523 @@
+//! The manager: what a scheduler talks to. It owns the pool, the rows and one manager a group, and
+//! makes them agree. vLLM's `KVCacheManager` (`v1/core/kv_cache_manager.py`) and its coordinators.
+//!
+//! Every mutating call is planned without changing anything, then given its memory, then applied,
+//! which cannot fail. So an error or a refusal leaves the state as it was, save for the documented
+//! release of blocks that no later token will read.
+//!
+//! Invariants, cited by `validate()`:
+//! * I4: a block's row references are its occurrences in rows.
+//! * I10: positions offered to the prefix cache lie within the row.
+//! * I18: every tracked request has one row, and every row one name or none.
+//! * I19: no block occurs twice in a row or in rows of two groups; its key names its group.
+
+mod allocate;
+mod requests;
+mod validate;
+
+pub use allocate::{AllocatePlan, AllocateSlots};
+
+use smallvec::SmallVec;
+
+use crate::block_pool::{BlockPool, BlockPoolConfig};
+use crate::block_table::{BlockTables, RowEditLog};
+use crate::blocks::{BlockLease, GroupEnds, KVCacheBlocks};
+use crate::caching::{CacheFullBlocks, MergedBlockHashes};
+use crate::error::{KVCacheError, Result};
+use crate::id::{BlockId, GroupId, RequestRow};
+use crate::request_view::RequestCall;
+use crate::semantics::{DeferredFreeOrder, StatsOn};
+use crate::single_type::{GroupState, SingleTypeKVCacheManager};
+use crate::spec::KVCacheManagerConfig;
+use crate::stats::{PrefixCacheStats, ResidencyMetrics};
+use requests::TrackedRequests;
+
+/// How a prefix is looked up across the groups. vLLM's coordinator classes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum KVCacheCoordinator {
+    /// Caching is off: nothing is ever found. Any number of groups.
+    NoPrefixCache,
+    /// One group.
+    Unitary,
+}
+
+/// What a lookup found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CacheHit {
+    /// The blocks, one list a group. Not pinned: any allocation may make them stale.
+    pub blocks: KVCacheBlocks,
+    /// Tokens that need not be computed.
+    pub num_tokens: u32,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct KVCacheManager {
+    config: KVCacheManagerConfig,
+    coordinator: KVCacheCoordinator,
+    watermark_blocks: u32,
+    pool: BlockPool,
+    tables: BlockTables,
+    requests: TrackedRequests,
+    managers: Vec<SingleTypeKVCacheManager>,
+    prefix_cache_stats: PrefixCacheStats,
+}
+
+impl KVCacheManager {
+    /// A manager over a pool of free blocks.
+    ///
+    /// # Errors
+    /// `Config`, naming the argument; `OutOfMemory`.
+    pub fn new(config: KVCacheManagerConfig, residency: Option<ResidencyMetrics>) -> Result<Self> {
+        config.check()?;
+        let pool = BlockPool::new(
+            BlockPoolConfig {
+                num_blocks: config.num_blocks,
+                enable_caching: config.enable_caching,
+                hash_block_size: config.hash_block_size,
+                enable_kv_cache_events: config.enable_kv_cache_events,
+                hash_width: config.hash_width,
+                semantics: config.semantics,
+            },
+            residency,
+        )?;
+        // With a drafter and no group flagged, all groups count as flagged (vLLM's coordinator).
+        let any_flagged = config.groups.iter().any(|group| group.is_eagle_group);
+        let managers = config
+            .groups
+            .iter()
+            .enumerate()
+            .map(|(group, spec)| {
+                let mut manager = SingleTypeKVCacheManager::new(
+                    GroupId::from_index(group),
+                    &spec.spec,
+                    config.context_parallel_size(),
+                    config.track_new_blocks,
+                );
+                manager.use_eagle = config.use_eagle && (spec.is_eagle_group || !any_flagged);
+                manager
+            })
+            .collect();
+        // Truncated, of all blocks, as vLLM's `int(watermark * num_blocks)`.
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a float becomes the nearest u32 below, and saturates"
+        )]
+        let watermark_blocks = (config.watermark * f64::from(config.num_blocks)) as u32;
+        Ok(Self {
+            coordinator: if config.enable_caching {
+                KVCacheCoordinator::Unitary
+            } else {
+                KVCacheCoordinator::NoPrefixCache
+            },
+            watermark_blocks,
+            tables: BlockTables::new(config.groups.len(), config.track_row_edits),
+            config,
+            pool,
+            requests: TrackedRequests::default(),
+            managers,
+            prefix_cache_stats: PrefixCacheStats::default(),
+        })
+    }
+
+    /// The arguments it was made with.
+    pub fn config(&self) -> &KVCacheManagerConfig {
+        &self.config
+    }
+
+    /// The block pool.
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// The block pool, for references outside the manager.
+    pub fn pool_mut(&mut self) -> &mut BlockPool {
+        &mut self.pool
+    }
+
+    /// The groups' managers, in group order.
+    pub fn single_type_managers(&self) -> &[SingleTypeKVCacheManager] {
+        &self.managers
+    }
+
+    /// Number of groups.
+    pub fn num_kv_cache_groups(&self) -> usize {
+        self.managers.len()
+    }
+
+    /// Blocks that admission leaves free while others run.
+    pub fn watermark_blocks(&self) -> u32 {
+        self.watermark_blocks
+    }
+
+    /// Share of the blocks in use, 0 to 1.
+    pub fn usage(&self) -> f64 {
+        self.pool.usage()
+    }
+
+    /// No blocks, in each group.
+    pub fn empty_kv_cache_blocks(&self) -> KVCacheBlocks {
+        KVCacheBlocks::empty(self.managers.len(), self.pool.id(), self.pool.epoch())
+    }
+
+    /// The row of a tracked request.
+    pub fn request_row(&self, request_id: &str) -> Option<RequestRow> {
+        self.requests.find(request_id, None)
+    }
+
+    /// The name of the request in a row.
+    pub fn request_name(&self, row: RequestRow) -> Option<&str> {
+        self.requests.name(row)
+    }
+
+    /// Tracked requests: those that hold a row.
+    pub fn num_tracked_requests(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// The log of row edits since it was last cleared; needs `track_row_edits`.
+    pub fn row_edits_mut(&mut self) -> &mut RowEditLog {
+        self.tables.edits_mut()
+    }
+
+    // ------------------------------------------------------------------------------------- lookup
+
+    /// The longest cached prefix of a request. Nothing is pinned. The last token is never part of
+    /// it: something must be computed.
+    ///
+    /// Costs one probe a block up to the first that is missing.
+    pub fn get_computed_blocks(&mut self, request: &RequestCall<'_>) -> CacheHit {
+        let view = &request.view;
+        if view.skip_reading_prefix_cache || !self.config.enable_caching {
+            return CacheHit {
+                blocks: self.empty_kv_cache_blocks(),
+                num_tokens: 0,
+            };
+        }
+        let max_length = view.num_tokens.saturating_sub(1);
+        let hit = self.find_longest_cache_hit(request, max_length);
+        if self.config.log_stats && self.config.semantics.stats_on == StatsOn::Lookup {
+            self.prefix_cache_stats.record(view, hit.num_tokens);
+        }
+        hit
+    }
+
+    fn find_longest_cache_hit(&self, request: &RequestCall<'_>, max_length: u32) -> CacheHit {
+        match self.coordinator {
+            KVCacheCoordinator::NoPrefixCache => CacheHit {
+                blocks: self.empty_kv_cache_blocks(),
+                num_tokens: 0,
+            },
+            KVCacheCoordinator::Unitary => {
+                let manager = &self.managers[0];
+                let hashes = self.merged_hashes(request, manager);
+                let mut found = Vec::new();
+                manager.find_longest_cache_hit(&self.pool, hashes, max_length, &mut found);
+                let num_blocks = u32::try_from(found.len()).expect("rows are bounded by u32");
+                CacheHit {
+                    num_tokens: num_blocks * manager.block_size(),
+                    blocks: KVCacheBlocks::from_single_group(
+                        found,
+                        self.pool.id(),
+                        self.pool.epoch(),
+                    ),
+                }
+            }
+        }
+    }
+
+    fn merged_hashes<'a>(
+        &self,
+        request: &RequestCall<'a>,
+        manager: &SingleTypeKVCacheManager,
+    ) -> MergedBlockHashes<'a> {
+        MergedBlockHashes::new(
+            request.block_hashes,
+            manager.block_size(),
+            self.config.hash_block_size,
+        )
+    }
+
+    // ------------------------------------------------------------------------------------ release
+
+    /// Gives up a request: its blocks go back, each group's from its tail, which is the eviction
+    /// order. An unknown request is none.
+    pub fn free(&mut self, request_id: &str, hint: Option<RequestRow>) {
+        let Some(row) = self.requests.find(request_id, hint) else {
+            return;
+        };
+        for manager in &self.managers {
+            let blocks = self.tables.row(row, manager.group());
+            self.pool.release_from_row(blocks.iter().rev().copied());
+        }
+        self.forget(row);
+    }
+
+    /// Gives up a request and keeps its blocks held: their references pass to the lease, for
+    /// `free_popped` once no step in flight reads them. An unknown request gives an empty lease.
+    pub fn pop_blocks_for_free(
+        &mut self,
+        request_id: &str,
+        hint: Option<RequestRow>,
+    ) -> BlockLease {
+        let mut ids: Vec<BlockId> = Vec::new();
+        let mut ends = GroupEnds::new();
+        let row = self.requests.find(request_id, hint);
+        for manager in &self.managers {
+            if let Some(row) = row {
+                ids.extend_from_slice(self.tables.row(row, manager.group()));
+            }
+            ends.push(u32::try_from(ids.len()).expect("rows are bounded by u32"));
+        }
+        if let Some(row) = row {
+            self.forget(row);
+        }
+        self.pool.hand_out(ids, ends)
+    }
+
+    /// Returns popped blocks, in the order of an immediate free or across groups, as the semantics
+    /// say.
+    ///
+    /// # Errors
+    /// As `BlockPool::free`; the lease comes back with the error.
+    pub fn free_popped(&mut self, lease: BlockLease) -> Result<(), (KVCacheError, BlockLease)> {
+        if let Err(error) = self.pool.check_lease(&lease) {
+            return Err((error, lease));
+        }
+        match self.config.semantics.deferred_free_order {
+            DeferredFreeOrder::AcrossGroups => {
+                self.pool
+                    .release_handed_out(lease.ids.iter().rev().copied());
+            }
+            DeferredFreeOrder::GroupByGroup => {
+                let mut start = 0;
+                for end in lease.ends.iter().map(|end| *end as usize) {
+                    self.pool
+                        .release_handed_out(lease.ids[start..end].iter().rev().copied());
+                    start = end;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn forget(&mut self, row: RequestRow) {
+        self.tables.clear(row);
+        for manager in &mut self.managers {
+            manager.forget(row);
+        }
+        self.requests.remove(row);
+    }
+
+    /// Releases the blocks that no later token of a request will read, `total_computed_tokens` being
+    /// computed. An unknown request is none.
+    pub fn remove_skipped_blocks(
+        &mut self,
+        request_id: &str,
+        hint: Option<RequestRow>,
+        total_computed_tokens: u32,
+        num_prompt_tokens: Option<u32>,
+    ) {
+        let Some(row) = self.requests.find(request_id, hint) else {
+            return;
+        };
+        for manager in &self.managers {
+            let group = manager.group();
+            let blocks = self.tables.row(row, group);
+            let span = manager.skipped_range(blocks, total_computed_tokens, num_prompt_tokens);
+            if !span.is_empty() {
+                self.pool
+                    .release_from_row(self.tables.null_range(row, group, span));
+            }
+        }
+    }
+
+    /// Forgets the prefix cache, if nothing is held. Whether it did.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn reset_prefix_cache(&mut self) -> Result<bool> {
+        let done = self.pool.reset_prefix_cache()?;
+        if done && self.config.log_stats {
+            self.prefix_cache_stats.reset = true;
+        }
+        Ok(done)
+    }
+
+    // ------------------------------------------------------------------------------------ caching
+
+    /// Offers the blocks that the first `num_computed_tokens` tokens of a request fill to the prefix
+    /// cache, where `allocate_slots` delayed it. Repeats and smaller numbers do nothing.
+    ///
+    /// # Errors
+    /// `UnknownRequest` if it has no row; `InvalidArgument` for tokens beyond its row or its hashes.
+    /// Nothing is cached then.
+    pub fn cache_blocks(
+        &mut self,
+        request: &RequestCall<'_>,
+        hint: Option<RequestRow>,
+        num_computed_tokens: u32,
+    ) -> Result<()> {
+        if !self.config.enable_caching {
+            return Ok(());
+        }
+        let Some(row) = self.requests.find(request.request_id, hint) else {
+            return Err(KVCacheError::UnknownRequest {
+                request: request.request_id.into(),
+            });
+        };
+        let mut spans: SmallVec<[(u32, u32); 4]> = SmallVec::new();
+        for manager in &self.managers {
+            let blocks = self.tables.row(row, manager.group());
+            let stop = num_computed_tokens / manager.block_size();
+            if stop as usize > blocks.len() {
+                return Err(KVCacheError::argument(
+                    "num_computed_tokens",
+                    format!(
+                        "{num_computed_tokens} tokens fill {stop} blocks, request {:?} has {}",
+                        request.request_id,
+                        blocks.len()
+                    ),
+                ));
+            }
+            let start = manager.num_cached_block(row).unwrap_or(0);
+            if start < stop {
+                let call = span(request, blocks, manager, start..stop);
+                self.pool.plan_cache_full_blocks(&call, blocks.len())?;
+            }
+            spans.push((start, stop));
+        }
+        for (manager, (start, stop)) in self.managers.iter().zip(&spans) {
+            if start < stop {
+                let blocks = self.tables.row(row, manager.group());
+                let call = span(request, blocks, manager, *start..*stop);
+                self.pool.reserve_cache_full_blocks(&call)?;
+            }
+        }
+        self.pool.begin_change();
+        for (manager, (start, stop)) in self.managers.iter_mut().zip(&spans) {
+            if start < stop {
+                let blocks = self.tables.row(row, manager.group());
+                let call = span(request, blocks, manager, *start..*stop);
+                self.pool.apply_cache_full_blocks(&call);
+                manager.set_num_cached_block(row, *stop);
+            }
+        }
+        Ok(())
+    }
+
+    // ------------------------------------------------------------------------------------ reading
+
+    /// A snapshot of a request's blocks; empty groups for an unknown request.
+    pub fn get_blocks(&self, request_id: &str, hint: Option<RequestRow>) -> KVCacheBlocks {
+        let Some(row) = self.requests.find(request_id, hint) else {
+            return self.empty_kv_cache_blocks();
+        };
+        let groups = self
+            .managers
+            .iter()
+            .map(|manager| self.tables.row(row, manager.group()));
+        KVCacheBlocks::from_groups(groups, self.pool.id(), self.pool.epoch())
+    }
+
+    /// The blocks that a request's first `num_computed_tokens` tokens fill.
+    pub fn get_blocks_for_computed_tokens(
+        &self,
+        request_id: &str,
+        hint: Option<RequestRow>,
+        num_computed_tokens: u32,
+    ) -> KVCacheBlocks {
+        let Some(row) = self.requests.find(request_id, hint) else {
+            return self.empty_kv_cache_blocks();
+        };
+        let across_ranks = self.config.semantics.computed_ids_under_cp;
+        let groups = self.managers.iter().map(|manager| {
+            let blocks = self.tables.row(row, manager.group());
+            let filled =
+                manager.num_blocks_for_computed_tokens(blocks, num_computed_tokens, across_ranks);
+            &blocks[..filled]
+        });
+        KVCacheBlocks::from_groups(groups, self.pool.id(), self.pool.epoch())
+    }
+
+    /// For each group, how many leading blocks of a request all tracked requests share; 0 for an
+    /// unknown request and while caching is off.
+    pub fn get_num_common_prefix_blocks(&self, request_id: &str) -> SmallVec<[usize; 4]> {
+        let row = match self.coordinator {
+            KVCacheCoordinator::NoPrefixCache => None,
+            KVCacheCoordinator::Unitary => self.requests.find(request_id, None),
+        };
+        let rule = self.config.semantics.common_prefix;
+        let tracked = u32::try_from(self.requests.len()).expect("rows are bounded by u32");
+        self.managers
+            .iter()
+            .map(|manager| {
+                row.map_or(0, |row| {
+                    let blocks = self.tables.row(row, manager.group());
+                    manager.num_common_prefix_blocks(&self.pool, blocks, tracked, rule)
+                })
+            })
+            .collect()
+    }
+
+    /// Ids newly allocated since the last call, in group order, for engines that zero new blocks;
+    /// ids may repeat or be free again. Needs `track_new_blocks`.
+    pub fn take_new_block_ids(&mut self) -> Vec<BlockId> {
+        let mut ids = Vec::new();
+        for manager in &mut self.managers {
+            ids.extend_from_slice(manager.new_block_ids());
+            manager.clear_new_block_ids();
+        }
+        ids
+    }
+
+    /// Statistics since the last call; none unless they are kept.
+    pub fn make_prefix_cache_stats(&mut self) -> Option<PrefixCacheStats> {
+        self.config
+            .log_stats
+            .then(|| std::mem::take(&mut self.prefix_cache_stats))
+    }
+
+    /// Statistics so far.
+    pub fn prefix_cache_stats(&self) -> Option<&PrefixCacheStats> {
+        self.config.log_stats.then_some(&self.prefix_cache_stats)
+    }
+}
+
+/// A span of a request's row in one group, to be cached.
+fn span<'a>(
+    request: &'a RequestCall<'a>,
+    row: &'a [BlockId],
+    manager: &SingleTypeKVCacheManager,
+    positions: std::ops::Range<u32>,
+) -> CacheFullBlocks<'a> {
+    CacheFullBlocks {
+        request,
+        row,
+        start: positions.start as usize,
+        stop: positions.end as usize,
+        block_size: manager.block_size(),
+        group: manager.group(),
+        mask: None,
+    }
+}
+
+impl KVCacheManager {
+    fn group_state(
+        &self,
+        manager: &SingleTypeKVCacheManager,
+        row: Option<RequestRow>,
+    ) -> GroupState<'_> {
+        match row {
+            None => GroupState {
+                row: &[],
+                num_cached: None,
+            },
+            Some(row) => GroupState {
+                row: self.tables.row(row, manager.group()),
+                num_cached: manager.num_cached_block(row),
+            },
+        }
+    }
+}

@@ -1,0 +1,393 @@
+//! The prefix cache: from (block hash, group) to the blocks that carry it.
+//!
+//! Identical content computed twice in one step leaves two copies, and both stay, because a row may
+//! not be re-pointed once a worker knows it. A lookup answers with the earliest inserted surviving
+//! copy; the copies of a key form a doubly linked chain in that order, whose first one is in the
+//! table. Lookup, insertion and removal are O(1).
+//!
+//! A block has at most one *primary* key; further keys are *aliases* (shorter boundaries inside the
+//! block). An entry is the primary key of a block (its number is the block's) or an alias (numbers
+//! from `num_blocks` on). Entry 0 would be the null block, which is never keyed: 0 means "none".
+//!
+//! Invariants, cited by `validate()`:
+//! * I5: every entry of a chain carries the chain's key and belongs to the block it names.
+//! * I6: every keyed entry is in the chain of its key; aliases only beside a primary.
+//! * I7: the null block has no key.
+
+use hashbrown::{HashMap, HashTable};
+
+use crate::block_hash::BlockHash;
+use crate::error::Result;
+use crate::id::{BlockId, GroupId, NULL_BLOCK};
+
+/// A key of the map and how many tokens of the prefix it stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefixKey {
+    /// The fingerprint of the prefix.
+    pub hash: BlockHash,
+    /// The group whose keys and values the block holds.
+    pub group: GroupId,
+    /// Tokens from the start of the request to the end of what the key covers.
+    pub covered_tokens: u32,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct PrefixMap {
+    /// The first copy of each key.
+    first_copy: HashTable<u32>,
+    num_blocks: u32,
+    // One element an entry. Arrays of integers, so that a fresh map costs no page until it is used.
+    hash: Vec<[u8; 32]>,
+    /// Group + 1; 0: the entry has no key.
+    group_tag: Vec<u16>,
+    covered_tokens: Vec<u32>,
+    /// The next younger copy, 0 at the end of the chain.
+    younger: Vec<u32>,
+    /// The next older copy; at the first copy the *last* one, 0 if it is alone.
+    older: Vec<u32>,
+    /// The block of each alias entry.
+    alias_block: Vec<BlockId>,
+    vacant_aliases: Vec<u32>,
+    aliases_of: HashMap<BlockId, Vec<u32>>,
+}
+
+/// The largest group id that can be keyed.
+pub const MAX_GROUP: u32 = u16::MAX as u32 - 1;
+
+#[inline]
+fn table_hash(hash: &[u8; 32], group_tag: u16) -> u64 {
+    // Digests are uniform, but hashes may come from elsewhere: fold all 32 bytes.
+    let word = |at: usize| {
+        u64::from_le_bytes([
+            hash[at],
+            hash[at + 1],
+            hash[at + 2],
+            hash[at + 3],
+            hash[at + 4],
+            hash[at + 5],
+            hash[at + 6],
+            hash[at + 7],
+        ])
+    };
+    let folded = word(0)
+        ^ word(8).rotate_left(16)
+        ^ word(16).rotate_left(32)
+        ^ word(24).rotate_left(48)
+        ^ u64::from(group_tag).rotate_left(24);
+    let product = u128::from(folded) * 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "folding the product is the point"
+    )]
+    let mixed = (product as u64) ^ ((product >> 64) as u64);
+    mixed
+}
+
+impl PrefixMap {
+    /// Room for one key a block.
+    pub fn new(num_blocks: u32) -> Self {
+        let entries = num_blocks as usize;
+        Self {
+            first_copy: HashTable::new(),
+            num_blocks,
+            hash: vec![[0; 32]; entries],
+            group_tag: vec![0; entries],
+            covered_tokens: vec![0; entries],
+            younger: vec![0; entries],
+            older: vec![0; entries],
+            alias_block: Vec::new(),
+            vacant_aliases: Vec::new(),
+            aliases_of: HashMap::new(),
+        }
+    }
+
+    /// Makes room for `keys` more keys, so that insertion cannot fail.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn reserve(&mut self, keys: usize) -> Result<()> {
+        let (hash, group_tag) = (&self.hash, &self.group_tag);
+        self.first_copy
+            .try_reserve(keys, |entry| {
+                table_hash(&hash[*entry as usize], group_tag[*entry as usize])
+            })
+            .map_err(|_| crate::error::KVCacheError::OutOfMemory(format!("{keys} prefix keys")))
+    }
+
+    /// The earliest inserted copy.
+    #[inline]
+    pub fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
+        self.find(hash, tag(group))
+            .map(|entry| self.block_of(entry))
+    }
+
+    /// Whether the block carries this key, as its primary or as an alias.
+    pub fn contains(&self, hash: &BlockHash, group: GroupId, block: BlockId) -> bool {
+        self.copies(hash, group).any(|copy| copy == block)
+    }
+
+    /// The blocks that carry a key, earliest first.
+    pub fn copies(&self, hash: &BlockHash, group: GroupId) -> impl Iterator<Item = BlockId> + '_ {
+        std::iter::successors(self.find(hash, tag(group)), |entry| {
+            Some(self.younger[*entry as usize]).filter(|next| *next != 0)
+        })
+        .map(|entry| self.block_of(entry))
+    }
+
+    /// The primary key of a block.
+    #[inline]
+    pub fn primary(&self, block: BlockId) -> Option<PrefixKey> {
+        self.key_of(block.0)
+    }
+
+    /// Whether the block has a key.
+    #[inline]
+    pub fn is_cached(&self, block: BlockId) -> bool {
+        self.group_tag[block.index()] != 0
+    }
+
+    /// How many keys a block has.
+    pub fn num_keys_of(&self, block: BlockId) -> usize {
+        usize::from(self.is_cached(block)) + self.aliases_of.get(&block).map_or(0, Vec::len)
+    }
+
+    /// How many different keys the map holds.
+    pub fn num_keys(&self) -> usize {
+        self.first_copy.len()
+    }
+
+    /// How many alias entries there are in all.
+    pub fn num_aliases(&self) -> usize {
+        self.alias_block.len() - self.vacant_aliases.len()
+    }
+
+    /// The aliases of a block, oldest first.
+    pub fn aliases(&self, block: BlockId) -> impl Iterator<Item = PrefixKey> + '_ {
+        self.aliases_of
+            .get(&block)
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| self.key_of(*entry))
+    }
+
+    /// Gives a block a key: its primary if it has none, else an alias. A key that the block carries
+    /// already is left alone.
+    pub fn insert(&mut self, block: BlockId, key: PrefixKey) {
+        debug_assert!(block != NULL_BLOCK, "I7: the null block cannot be keyed");
+        if !self.is_cached(block) {
+            self.write(block.0, key);
+            self.link(block.0);
+        } else if !self.contains(&key.hash, key.group, block) {
+            let entry = self.new_alias(block);
+            self.write(entry, key);
+            self.link(entry);
+        }
+    }
+
+    /// Takes all keys from a block, the primary first. `removed` is told each key and whether no
+    /// other block carries it any more.
+    pub fn remove_all(&mut self, block: BlockId, mut removed: impl FnMut(PrefixKey, bool)) {
+        let Some(key) = self.primary(block) else {
+            return;
+        };
+        removed(key, self.unlink(block.0));
+        if self.aliases_of.is_empty() {
+            return;
+        }
+        for entry in self.aliases_of.remove(&block).unwrap_or_default() {
+            if let Some(key) = self.key_of(entry) {
+                removed(key, self.unlink(entry));
+            }
+            self.vacant_aliases.push(entry);
+        }
+    }
+
+    /// Forgets every key.
+    pub fn clear(&mut self) {
+        self.first_copy.clear();
+        self.group_tag.fill(0);
+        self.younger.fill(0);
+        self.older.fill(0);
+        self.covered_tokens.fill(0);
+        self.aliases_of.clear();
+        let entries = self.num_blocks as usize;
+        self.hash.truncate(entries);
+        self.group_tag.truncate(entries);
+        self.covered_tokens.truncate(entries);
+        self.younger.truncate(entries);
+        self.older.truncate(entries);
+        self.alias_block.clear();
+        self.vacant_aliases.clear();
+    }
+
+    #[inline]
+    fn find(&self, hash: &BlockHash, group_tag: u16) -> Option<u32> {
+        self.first_copy
+            .find(table_hash(&hash.0, group_tag), |entry| {
+                let entry = *entry as usize;
+                self.hash[entry] == hash.0 && self.group_tag[entry] == group_tag
+            })
+            .copied()
+    }
+
+    #[inline]
+    fn block_of(&self, entry: u32) -> BlockId {
+        if entry < self.num_blocks {
+            BlockId(entry)
+        } else {
+            self.alias_block[(entry - self.num_blocks) as usize]
+        }
+    }
+
+    #[inline]
+    fn key_of(&self, entry: u32) -> Option<PrefixKey> {
+        let at = entry as usize;
+        let group = self.group_tag[at].checked_sub(1)?;
+        Some(PrefixKey {
+            hash: BlockHash(self.hash[at]),
+            group: GroupId(u32::from(group)),
+            covered_tokens: self.covered_tokens[at],
+        })
+    }
+
+    fn new_alias(&mut self, block: BlockId) -> u32 {
+        let entry = if let Some(entry) = self.vacant_aliases.pop() {
+            self.alias_block[(entry - self.num_blocks) as usize] = block;
+            entry
+        } else {
+            let entry = u32::try_from(self.hash.len()).expect("aliases are bounded by u32");
+            self.hash.push([0; 32]);
+            self.group_tag.push(0);
+            self.covered_tokens.push(0);
+            self.younger.push(0);
+            self.older.push(0);
+            self.alias_block.push(block);
+            entry
+        };
+        self.aliases_of.entry(block).or_default().push(entry);
+        entry
+    }
+
+    #[inline]
+    fn write(&mut self, entry: u32, key: PrefixKey) {
+        let at = entry as usize;
+        self.hash[at] = key.hash.0;
+        self.group_tag[at] = tag(key.group);
+        self.covered_tokens[at] = key.covered_tokens;
+    }
+
+    /// Puts an entry at the end of the chain of its key.
+    fn link(&mut self, entry: u32) {
+        let (hash, group_tag) = (self.hash[entry as usize], self.group_tag[entry as usize]);
+        let Some(first) = self.find(&BlockHash(hash), group_tag) else {
+            let (hashes, tags) = (&self.hash, &self.group_tag);
+            self.first_copy
+                .insert_unique(table_hash(&hash, group_tag), entry, |other| {
+                    table_hash(&hashes[*other as usize], tags[*other as usize])
+                });
+            return;
+        };
+        let last = match self.older[first as usize] {
+            0 => first,
+            last => last,
+        };
+        self.younger[last as usize] = entry;
+        self.older[entry as usize] = last;
+        self.older[first as usize] = entry;
+    }
+
+    /// Takes an entry out of its chain; whether it was the last copy of its key.
+    fn unlink(&mut self, entry: u32) -> bool {
+        let at = entry as usize;
+        let (hash, group_tag) = (BlockHash(self.hash[at]), self.group_tag[at]);
+        let (younger, older) = (self.younger[at], self.older[at]);
+        let first = self
+            .find(&hash, group_tag)
+            .expect("I6: a keyed entry is in the map");
+        let mut was_last_copy = false;
+        if first != entry {
+            self.younger[older as usize] = younger;
+            match younger {
+                0 => self.older[first as usize] = if older == first { 0 } else { older },
+                _ => self.older[younger as usize] = older,
+            }
+        } else if younger == 0 {
+            let found = self
+                .first_copy
+                .find_entry(table_hash(&hash.0, group_tag), |other| *other == entry)
+                .map(hashbrown::hash_table::OccupiedEntry::remove);
+            assert!(found.is_ok(), "I6: a keyed entry is in the map");
+            was_last_copy = true;
+        } else {
+            let slot = self
+                .first_copy
+                .find_mut(table_hash(&hash.0, group_tag), |other| *other == entry)
+                .expect("I6: a keyed entry is in the map");
+            *slot = younger;
+            self.older[younger as usize] = if older == younger { 0 } else { older };
+        }
+        self.younger[at] = 0;
+        self.older[at] = 0;
+        self.group_tag[at] = 0;
+        self.covered_tokens[at] = 0;
+        was_last_copy
+    }
+
+    /// Checks I5, I6 and I7.
+    ///
+    /// # Panics
+    /// If one does not hold.
+    pub fn validate(&self) {
+        assert!(!self.is_cached(NULL_BLOCK), "I7: the null block has a key");
+        let mut chained = 0;
+        for first in &self.first_copy {
+            let key = self
+                .key_of(*first)
+                .expect("I5: an entry without a key is in the map");
+            let (mut entry, mut last) = (*first, 0);
+            while entry != 0 {
+                let found = self.key_of(entry).expect("I5: a chained entry has no key");
+                assert!(
+                    (found.hash, found.group) == (key.hash, key.group),
+                    "I5: entry {entry} is in the chain of another key"
+                );
+                assert!(
+                    entry == *first || self.older[entry as usize] == last,
+                    "I5: chain order"
+                );
+                chained += 1;
+                last = entry;
+                entry = self.younger[entry as usize];
+            }
+            let expected = if last == *first { 0 } else { last };
+            assert_eq!(
+                self.older[*first as usize], expected,
+                "I5: the end of a chain"
+            );
+        }
+        let keyed = self.group_tag.iter().filter(|tag| **tag != 0).count();
+        assert_eq!(
+            chained, keyed,
+            "I6: keyed entries and chained entries differ"
+        );
+        let mut aliases = 0;
+        for (block, entries) in &self.aliases_of {
+            aliases += entries.len();
+            assert!(
+                self.is_cached(*block) || entries.is_empty(),
+                "I6: aliases without a primary"
+            );
+            for entry in entries {
+                assert_eq!(self.block_of(*entry), *block, "I5: alias of another block");
+                assert!(self.key_of(*entry).is_some(), "I6: alias without a key");
+            }
+        }
+        assert_eq!(aliases, self.num_aliases(), "I6: alias count");
+    }
+}
+
+#[inline]
+fn tag(group: GroupId) -> u16 {
+    u16::try_from(group.0 + 1).expect("group ids are checked against MAX_GROUP at the border")
+}

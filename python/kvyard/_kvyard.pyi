@@ -1,0 +1,844 @@
+"""The compiled core. Import its classes from `kvyard`; counts are in tokens or blocks as named."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, Self, final, overload
+
+from kvyard.events import KVCacheEvent
+
+class _Request(Protocol):
+    """What a manager reads of a request: kvyard's `Request`, vLLM's, or anything alike."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def status(self) -> Any: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
+
+class _KVCacheGroupSpec(Protocol):
+    @property
+    def kv_cache_spec(self) -> Any: ...
+    @property
+    def is_eagle_group(self) -> bool: ...
+
+class _KVCacheConfig(Protocol):
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def kv_cache_groups(self) -> Sequence[_KVCacheGroupSpec]: ...
+
+@final
+class Semantics:
+    """Whose decisions: vLLM 0.25.1's, fault for fault, or the mended ones. A value: ==, hash."""
+
+    @staticmethod
+    def vllm_0_25_1() -> Semantics:
+        """Decision for decision what vLLM 0.25.1 does."""
+    @staticmethod
+    def corrected() -> Semantics:
+        """The same with its faults mended; the default everywhere."""
+    def replace(self, **fields: str | bool) -> Semantics:
+        """A copy with some fields changed, to take up single mends.
+
+        Args:
+            **fields: New values by the attribute names of this class.
+
+        Raises:
+            InvalidArgumentError: A field or its value is unknown.
+        """
+    @property
+    def hash_domains(self) -> Literal["bare", "tagged"]:
+        """How extra keys enter a hash: bare, so that an adapter and a salt of one name collide."""
+    @property
+    def media_cursor(self) -> Literal["last_item", "first_overlap"]:
+        """Which media item incremental hashing starts from."""
+    @property
+    def common_prefix(self) -> Literal["references", "row_membership"]:
+        """What makes a block common: its reference count, or standing in every request's row."""
+    @property
+    def removal_event(self) -> Literal["every_copy", "last_copy"]:
+        """When `BlockRemoved` is due: for each copy of a hash that goes, or for the last."""
+    @property
+    def sparse_store_event(self) -> Literal["one_per_call", "one_per_run"]:
+        """How a stored span with gaps is announced: as one event, or one per contiguous run."""
+    @property
+    def deferred_free_order(self) -> Literal["across_groups", "group_by_group"]:
+        """In which order a lease's blocks go back."""
+    @property
+    def stats_on(self) -> Literal["lookup", "admission"]:
+        """When a lookup is counted: always, or once when the request is admitted."""
+    @property
+    def gate_counts_lookahead(self) -> bool:
+        """Whether `full_sequence_must_fit` counts look-ahead slots."""
+    @property
+    def computed_ids_under_cp(self) -> bool:
+        """Whether `get_block_ids_for_computed_tokens` counts tokens over all ranks."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class HashFunction:
+    """One of vLLM's four block-hash functions; compares equal by name."""
+
+    def __new__(cls, name: str) -> Self:
+        """Choose a function.
+
+        Args:
+            name: "sha256", "sha256_cbor", "xxhash" or "xxhash_cbor".
+
+        Raises:
+            ConfigError: The name is unknown.
+        """
+    @property
+    def name(self) -> str:
+        """The function's name."""
+    @property
+    def width(self) -> int:
+        """Bytes per digest: 32 for SHA-256, 16 for XXH3-128."""
+    def __call__(self, value: object) -> bytes:
+        """Hash a text, or a triple (parent hash, token ids, extra keys or None).
+
+        The functions without "cbor" hash the pickled value, in which a repeated object (not a
+        repeated value) is written as a reference: the same text object twice hashes otherwise than
+        two equal texts (vLLM `vllm/utils/hashing.py`).
+
+        Args:
+            value: A str, or the triple; extra keys may nest str, bytes, int, None and tuples.
+
+        Raises:
+            InvalidArgumentError: The value is of another shape.
+        """
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+def hash_block_tokens(
+    hash_function: HashFunction,
+    parent_block_hash: bytes | None,
+    curr_block_token_ids: Sequence[int],
+    extra_keys: tuple[object, ...] | None = None,
+    none_hash: bytes | None = None,
+) -> bytes:
+    """The hash of one block; `kvyard.hash_block_tokens` fills in the root hash.
+
+    Args:
+        hash_function: The hash function.
+        parent_block_hash: Hash of the block before; None or empty for a first block.
+        curr_block_token_ids: The block's tokens.
+        extra_keys: What besides the tokens decides, or None.
+        none_hash: The root hash; needed where there is no parent.
+
+    Raises:
+        InvalidArgumentError: There is neither a parent nor a root hash, or a value cannot be hashed.
+    """
+
+@final
+class BlockHasher:
+    """One way of hashing requests: function, root hash, block size and rules for extra keys."""
+
+    def __new__(
+        cls,
+        hash_function: HashFunction | str,
+        none_hash: bytes,
+        hash_block_size: int,
+        semantics: Semantics = ...,
+    ) -> Self:
+        """Make a hasher; `kvyard.get_request_block_hasher` takes the root hash of the process.
+
+        Args:
+            hash_function: The function, or its name.
+            none_hash: The root hash.
+            hash_block_size: Tokens per hashed block.
+            semantics: Default `Semantics.corrected()`; must be the manager's.
+
+        Raises:
+            ConfigError: The name is unknown or the block size is not positive.
+        """
+    @property
+    def hash_function(self) -> HashFunction:
+        """The function."""
+    @property
+    def none_hash(self) -> bytes:
+        """The root hash."""
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per hashed block."""
+    @property
+    def semantics(self) -> Semantics:
+        """The rules for extra keys."""
+    def __call__(self, request: _Request) -> list[bytes]:
+        """Hashes of the blocks that filled up since the last one in `request.block_hashes`.
+
+        Nothing is appended to the request (vLLM `get_request_block_hasher`).
+        """
+
+@final
+class Request:
+    """A request: its tokens, their block hashes, and the counters that a scheduler keeps."""
+
+    def __new__(
+        cls,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | None,
+        sampling_params: Any = None,
+        pooling_params: Any = None,
+        client_index: int = 0,
+        arrival_time: float | None = None,
+        prompt_embeds: Any = None,
+        prompt_embeds_mask: Any = None,
+        mm_features: Sequence[Any] | None = None,
+        lora_request: Any = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+        block_hasher: BlockHasher | None = None,
+        resumable: bool = False,
+        lora_path: str | None = None,
+        skip_reading_prefix_cache: bool | None = None,
+    ) -> Self:
+        """Make a request in state WAITING and hash its full blocks.
+
+        Args:
+            request_id: Its name, unique among the requests that hold blocks.
+            prompt_token_ids: The prompt; a buffer of uint32 (`array.array("I")`) is fastest. None
+                where `prompt_embeds` is all there is: each position then counts as token 0.
+            sampling_params: Kept; asked for `skip_reading_prefix_cache`.
+            pooling_params: Kept; asked where there are no sampling parameters.
+            client_index: Kept.
+            arrival_time: Seconds since the epoch; None means now.
+            prompt_embeds: Embeddings, one row per position, as float32 rows of a buffer.
+            prompt_embeds_mask: Which positions are embedded; enters hashes under "tagged" domains.
+            mm_features: Media items sorted by offset: objects with `identifier` and
+                `mm_position.offset` / `.length`, or (identifier, offset, length).
+            lora_request: Adapter with `lora_name`, `lora_int_id` and perhaps `lora_path`, or None.
+            cache_salt: Separates prefix caches; "" means none.
+            priority: Kept.
+            trace_headers: Kept.
+            block_hasher: Who hashes; None leaves `block_hashes` empty.
+            resumable: Kept.
+            lora_path: The adapter's path; enters hashes under "tagged" domains.
+            skip_reading_prefix_cache: None asks the parameters, as vLLM does.
+
+        Raises:
+            InvalidArgumentError: A token is negative or too large, media are out of order, or there
+                is neither a prompt nor embeddings.
+        """
+    @property
+    def request_id(self) -> str:
+        """Its name."""
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens."""
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens."""
+    @property
+    def all_token_ids(self) -> list[int]:
+        """All tokens, as a fresh list."""
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt, as a fresh list."""
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The outputs, as a fresh list."""
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """Hashes of the full blocks, as a fresh list; assign to set hashes made elsewhere."""
+    @block_hashes.setter
+    def block_hashes(self, value: Sequence[bytes]) -> None: ...
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose keys and values exist; the scheduler sets it."""
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None: ...
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """Of the computed tokens, those whose step has not landed yet; the scheduler sets it."""
+    @num_in_flight_tokens.setter
+    def num_in_flight_tokens(self, value: int) -> None: ...
+    @property
+    def num_preemptions(self) -> int:
+        """How often its blocks were taken away; the scheduler sets it."""
+    @num_preemptions.setter
+    def num_preemptions(self, value: int) -> None: ...
+    @property
+    def status(self) -> str:
+        """Name of a vLLM `RequestStatus`; a name or an enum member can be assigned."""
+    @status.setter
+    def status(self, value: Any) -> None: ...
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether lookups for it answer "no hit"."""
+    @property
+    def lora_request(self) -> Any:
+        """The adapter as given."""
+    @property
+    def cache_salt(self) -> str | None:
+        """The salt as given."""
+    @property
+    def mm_features(self) -> Any:
+        """The media items as given."""
+    @property
+    def priority(self) -> int:
+        """The priority as given."""
+    @property
+    def arrival_time(self) -> float:
+        """Seconds since the epoch."""
+    @property
+    def sampling_params(self) -> Any:
+        """The sampling parameters as given."""
+    @property
+    def pooling_params(self) -> Any:
+        """The pooling parameters as given."""
+    def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
+        """Append outputs and hash the blocks that they fill."""
+    def truncate(self, num_tokens: int) -> None:
+        """Drop all tokens from position `num_tokens` on, and the hashes of cut blocks.
+
+        Raises:
+            InvalidArgumentError: There are fewer tokens.
+        """
+
+@final
+class KVCacheBlock:
+    """One block of a pool. `pool.blocks[i]` is always the same object."""
+
+    @property
+    def block_id(self) -> int:
+        """Its number; 0 is the null block."""
+    @property
+    def ref_cnt(self) -> int:
+        """References to it now; always 0 for the null block."""
+    @property
+    def block_hash(self) -> bytes | None:
+        """Its primary key now: digest and group id in four big-endian bytes; None if uncached."""
+    @property
+    def num_hash_tokens(self) -> int | None:
+        """Prefix tokens that the primary key covers now; None if uncached."""
+    @property
+    def is_null(self) -> bool:
+        """Whether it is the placeholder for positions without storage."""
+
+@final
+class KVCacheBlocks:
+    """Blocks per group: an immutable snapshot, which later calls do not change."""
+
+    def __new__(cls, blocks: Sequence[Sequence[KVCacheBlock]]) -> Self:
+        """Wrap blocks, one sequence per group.
+
+        Raises:
+            ForeignBlockError: The blocks are of several pools.
+        """
+    @property
+    def blocks(self) -> tuple[list[KVCacheBlock], ...]:
+        """One fresh list per group."""
+    @property
+    def generation(self) -> int:
+        """The pool's state that the snapshot was taken of; an outdated hit is refused by it."""
+    @overload
+    def get_block_ids(self, allow_none: Literal[False] = False) -> tuple[list[int], ...]: ...
+    @overload
+    def get_block_ids(self, allow_none: bool) -> tuple[list[int], ...] | None:
+        """Ids as a tuple of fresh lists, one per group; null blocks are 0.
+
+        Args:
+            allow_none: Answer None where no group has a block.
+        """
+    def get_unhashed_block_ids(self) -> list[int]:
+        """Ids of the blocks without a key.
+
+        Raises:
+            InvalidArgumentError: There is not exactly one group.
+        """
+    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
+        """Ids of the blocks without a key, per group, null blocks left out."""
+    def new_empty(self) -> KVCacheBlocks:
+        """A new object with as many groups and no blocks."""
+    def __add__(self, other: KVCacheBlocks, /) -> KVCacheBlocks:
+        """The blocks of both, per group.
+
+        Raises:
+            InvalidArgumentError: The numbers of groups differ.
+        """
+    def __eq__(self, other: object, /) -> bool: ...
+
+@final
+class BlockLease(Sequence[KVCacheBlock]):
+    """The blocks of a request that was taken out of a manager, and the duty to give them back.
+
+    `iter` and `reversed` carry the lease: a whole walk given to `BlockPool.free_blocks` settles it.
+    A slice is a plain list and settles nothing.
+    """
+
+    @property
+    def request_id(self) -> str:
+        """Whose blocks they were."""
+    @property
+    def released(self) -> bool:
+        """Whether they were given back."""
+    @property
+    def group_bounds(self) -> list[int]:
+        """Where each group begins, and the end: one more entry than groups."""
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int, /) -> KVCacheBlock: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> list[KVCacheBlock]: ...
+    def __iter__(self) -> Iterator[KVCacheBlock]: ...
+    def __reversed__(self) -> Iterator[KVCacheBlock]: ...
+
+@final
+class _FreeBlockQueue:
+    """The free blocks, next victim first."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """How many there are."""
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """All of them, head first; for tests and diagnosis."""
+
+@final
+class _BlockHashToBlockMap:
+    """The prefix map: keys (digest and group id in four big-endian bytes) to blocks."""
+
+    def get_one_block(self, key: bytes) -> KVCacheBlock | None:
+        """The earliest inserted block that carries the key, or None."""
+    def contain(self, key: bytes, block_id: int) -> bool:
+        """Whether this block carries the key."""
+    def __len__(self) -> int:
+        """Number of distinct keys."""
+
+@final
+class BlockPool:
+    """All blocks of one KV cache: who is free, in which order, and what is cached in them."""
+
+    def __new__(
+        cls,
+        num_gpu_blocks: int,
+        enable_caching: bool,
+        hash_block_size: int,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        semantics: Semantics = ...,
+        hash_width: int = 32,
+    ) -> Self:
+        """Make a pool with blocks 1 to `num_gpu_blocks - 1` free, in ascending order.
+
+        Args:
+            num_gpu_blocks: Blocks, the null block included.
+            enable_caching: Whether blocks may be found again by their hashes.
+            hash_block_size: Tokens per hash of a request.
+            enable_kv_cache_events: Whether `take_events` has something to say.
+            metrics_collector: Samples how long blocks live, or None.
+            semantics: Default `Semantics.corrected()`.
+            hash_width: Bytes per digest, 32 or 16.
+
+        Raises:
+            ConfigError: A size is not positive, or the width is another.
+        """
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Blocks, the null block included."""
+    @property
+    def enable_caching(self) -> bool:
+        """Whether blocks may be found again."""
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per hash of a request."""
+    @property
+    def enable_kv_cache_events(self) -> bool:
+        """Whether events are kept."""
+    @property
+    def null_block(self) -> KVCacheBlock:
+        """Block 0, the placeholder."""
+    @property
+    def metrics_collector(self) -> KVCacheMetricsCollector | None:
+        """The collector as given."""
+    @property
+    def blocks(self) -> Sequence[KVCacheBlock]:
+        """All blocks by id, made on demand."""
+    @property
+    def free_block_queue(self) -> _FreeBlockQueue:
+        """The free blocks."""
+    @property
+    def cached_block_hash_to_block(self) -> _BlockHashToBlockMap:
+        """The prefix map."""
+    @property
+    def num_blocks_stored(self) -> int:
+        """How many times a block got its key, since the pool was made."""
+    @property
+    def num_blocks_removed(self) -> int:
+        """How many times a block lost its key, since the pool was made."""
+    def get_cached_block(
+        self, block_hash: bytes, kv_cache_group_ids: Sequence[int]
+    ) -> list[KVCacheBlock] | None:
+        """One block per group that carries the hash, or None where any group has none.
+
+        Args:
+            block_hash: The digest.
+            kv_cache_group_ids: The groups, in the order of the answer.
+
+        Raises:
+            InvalidArgumentError: A group id does not fit in 32 bits, or the digest has another width.
+        """
+    def cache_full_blocks(
+        self,
+        request: _Request,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: Sequence[bool] | None = None,
+    ) -> None:
+        """Give the blocks at positions `[num_cached_blocks, num_full_blocks)` their keys.
+
+        Args:
+            request: Whose tokens and hashes they hold.
+            blocks: The request's whole table in that group.
+            num_cached_blocks: First position.
+            num_full_blocks: Position after the last.
+            block_size: Tokens per block of the group.
+            kv_cache_group_id: The group.
+            block_mask: Which of the positions to store; None means all but null blocks.
+
+        Raises:
+            InvalidArgumentError: Mask or positions do not fit, or hashes are missing.
+            HashConflictError: A block has a key for a whole block already.
+            NotOwnedError: Nobody holds a block.
+        """
+    def cache_partial_block(
+        self,
+        request: _Request,
+        block: KVCacheBlock,
+        num_tokens: int,
+        kv_cache_group_id: int,
+        block_size: int,
+    ) -> bytes | None:
+        """Make a block reachable at a boundary inside it.
+
+        Args:
+            request: Whose tokens and hashes it holds.
+            block: The block; the null block is left alone and the answer is None.
+            num_tokens: Prefix tokens at the boundary: a multiple of the hash block size, not of
+                `block_size`.
+            kv_cache_group_id: The group.
+            block_size: Tokens per block of the group.
+
+        Returns:
+            The key.
+
+        Raises:
+            InvalidArgumentError: The boundary is not one, or hashes are missing.
+            NotOwnedError: Nobody holds the block.
+        """
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take blocks from the head of the queue; the caller holds one reference to each.
+
+        Raises:
+            InvalidArgumentError: The number is negative.
+            OutOfBlocksError: There are not as many.
+        """
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take one more reference to each; the caller holds it.
+
+        Raises:
+            StaleBlockError: A block is free and carries no key.
+            ForeignBlockError: A block is of another pool.
+        """
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """Give back one reference per occurrence, next victim first.
+
+        Blocks that nobody holds any more go to the queue: those without a key to its head, the
+        others to its tail (vLLM `BlockPool.free_blocks`). Only references that were handed out
+        outside the manager are taken.
+
+        Raises:
+            DoubleFreeError: More references than were handed out.
+            NotOwnedError: The block was never handed out.
+            ForeignBlockError: A block is of another pool.
+        """
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Take the keys of these blocks, in the order given; queue and references stay.
+
+        Raises:
+            InvalidArgumentError: There is no such block.
+        """
+    def reset_prefix_cache(self) -> bool:
+        """Forget all keys; False, and nothing done, while any block is held."""
+    def get_num_free_blocks(self) -> int:
+        """Blocks in the queue, cached ones included."""
+    def get_usage(self) -> float:
+        """Held blocks as a share of all but the null block, 0 to 1."""
+    def take_events(self) -> list[KVCacheEvent]:
+        """Events since the last call, oldest first, without the group's kind."""
+    def validate(self) -> None:
+        """Check every invariant; for tests, it walks all blocks.
+
+        Raises:
+            AssertionError: One is broken; the message names it.
+        """
+    def state_digest(self) -> str:
+        """A digest of the whole state: equal states have equal digests."""
+
+@final
+class KVCacheEvictionEvent:
+    """The life of one sampled block, told when it was evicted."""
+
+    @property
+    def lifetime_seconds(self) -> float:
+        """From allocation to eviction."""
+    @property
+    def idle_seconds(self) -> float:
+        """From the last use to eviction."""
+    @property
+    def reuse_gaps_seconds(self) -> tuple[float, ...]:
+        """Between the last uses, four at most."""
+
+@final
+class KVCacheMetricsCollector:
+    """Samples how long blocks live (vLLM `v1/core/kv_cache_metrics.py`)."""
+
+    def __new__(cls, sample_rate: float = 0.01, seed: int | None = None) -> Self:
+        """Make a collector.
+
+        Args:
+            sample_rate: Share of the allocations that are followed, in (0, 1].
+            seed: Makes the choice repeatable; None takes it from the operating system.
+
+        Raises:
+            ConfigError: The rate is out of range.
+        """
+    @property
+    def sample_rate(self) -> float:
+        """Share of the allocations that are followed."""
+    def drain_events(self) -> list[KVCacheEvictionEvent]:
+        """Evictions since the last call."""
+    def reset(self) -> None:
+        """Forget all samples and events."""
+
+@final
+class PrefixCacheStats:
+    """How lookups went, in requests and tokens; preempted requests are counted apart."""
+
+    @property
+    def reset(self) -> bool:
+        """Whether the prefix cache was reset since the last statistics."""
+    @property
+    def requests(self) -> int:
+        """Requests counted."""
+    @property
+    def queries(self) -> int:
+        """Their tokens."""
+    @property
+    def hits(self) -> int:
+        """Their tokens that were cached."""
+    @property
+    def preempted_requests(self) -> int:
+        """Requests that had been preempted."""
+    @property
+    def preempted_queries(self) -> int:
+        """Their tokens."""
+    @property
+    def preempted_hits(self) -> int:
+        """Their tokens that were cached."""
+
+@final
+class KVCacheManager:
+    """Hands out KV-cache blocks to requests and finds prefixes that are cached already."""
+
+    def __new__(
+        cls,
+        kv_cache_config: _KVCacheConfig,
+        max_model_len: int,
+        scheduler_block_size: int | None = None,
+        hash_block_size: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        watermark: float = 0.0,
+        semantics: Semantics = ...,
+        track_new_blocks: bool = True,
+    ) -> Self:
+        """Make a manager with an empty pool.
+
+        Args:
+            kv_cache_config: kvyard's `KVCacheConfig` or vLLM's.
+            max_model_len: Longest sequence in tokens.
+            scheduler_block_size: Tokens that hits are aligned to; None derives it.
+            hash_block_size: Tokens per hash of a request; None derives it.
+            max_num_batched_tokens: Tokens per step; None means `max_model_len`.
+            enable_caching: Whether prefixes are looked up and kept.
+            use_eagle: Whether a drafter needs the last matched block computed again.
+            log_stats: Whether `make_prefix_cache_stats` has something to say.
+            enable_kv_cache_events: Whether `take_events` has something to say.
+            dcp_world_size: Ranks of decode context parallelism; a block spans all of them.
+            pcp_world_size: Ranks of prefill context parallelism; a block spans all of them.
+            metrics_collector: Samples how long blocks live, or None.
+            watermark: Share of `num_blocks` kept free when a waiting request is admitted.
+            semantics: Default `Semantics.corrected()`.
+            track_new_blocks: False where nobody calls `take_new_block_ids`, which would grow.
+
+        Raises:
+            ConfigError: Sizes do not divide, or a spec's kind is not supported; it is named.
+        """
+    @property
+    def block_pool(self) -> BlockPool:
+        """The pool."""
+    @property
+    def empty_kv_cache_blocks(self) -> KVCacheBlocks:
+        """The one empty object, which answers without blocks are."""
+    @property
+    def usage(self) -> float:
+        """Held blocks as a share of all but the null block, 0 to 1."""
+    @property
+    def log_stats(self) -> bool:
+        """Whether statistics are kept."""
+    @property
+    def enable_caching(self) -> bool:
+        """Whether prefixes are kept."""
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens."""
+    @property
+    def num_kv_cache_groups(self) -> int:
+        """Number of groups."""
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Statistics so far; None without `log_stats`."""
+    @property
+    def semantics(self) -> Semantics:
+        """Whose decisions it takes."""
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks kept free when a waiting request is admitted."""
+    def get_computed_blocks(self, request: _Request) -> tuple[KVCacheBlocks, int]:
+        """The longest cached prefix, the last token never included.
+
+        Nothing is pinned: use the result before the next allocation, which refuses a stale one
+        (vLLM `KVCacheManager.get_computed_blocks`).
+
+        Returns:
+            Blocks per group and the length in tokens.
+        """
+    def allocate_slots(
+        self,
+        request: _Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        num_in_flight_tokens: int | None = None,
+    ) -> KVCacheBlocks | None:
+        """Blocks for the tokens of the next step (vLLM `KVCacheManager.allocate_slots`).
+
+        A refusal changes nothing, except that blocks which no later token can read are released.
+
+        Args:
+            request: The request; tokens up to `num_computed_tokens` are held already.
+            num_new_tokens: Tokens to compute, drafts included; 0 only with external tokens.
+            num_new_computed_tokens: Tokens of the prefix hit just found.
+            new_computed_blocks: The blocks of that hit; only for a request without blocks.
+            num_lookahead_tokens: Further slots for a drafter.
+            num_external_computed_tokens: Tokens that a connector supplies after the hit.
+            delay_cache_blocks: Whether full blocks get their keys later, by `cache_blocks`.
+            num_encoder_tokens: Tokens of an encoder; for cross attention.
+            full_sequence_must_fit: Refuse unless the whole request would fit now.
+            reserved_blocks: Free blocks that this call must leave.
+            has_scheduled_reqs: Whether the watermark applies to a waiting request.
+            num_in_flight_tokens: Computed tokens whose step has not landed, so that their window
+                is kept; None asks the request.
+
+        Returns:
+            The new blocks, without those of the hit and of external tokens, or None where they do
+            not fit.
+
+        Raises:
+            InvalidArgumentError: There is nothing to do, a count is negative, or hit and count
+                disagree.
+            AlreadyTrackedError: A hit for a request that has blocks.
+            StaleBlockError: The hit is out of date.
+            ForeignBlockError: The hit is another manager's.
+        """
+    def free(self, request: _Request) -> None:
+        """Release a request's blocks, tail first; an unknown request is no error."""
+    def pop_blocks_for_free(self, request: _Request) -> BlockLease:
+        """Take a request out and hand its blocks to the caller, who gives them back later."""
+    def free_popped(self, lease: BlockLease) -> None:
+        """Give a lease's blocks back.
+
+        Raises:
+            DoubleFreeError: They were given back already.
+            ForeignBlockError: The lease is another manager's.
+        """
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        total_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Release blocks that no token after `total_computed_tokens` will read."""
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """See `BlockPool.evict_blocks`."""
+    def cache_blocks(self, request: _Request, num_computed_tokens: int) -> None:
+        """Give the full blocks of the first `num_computed_tokens` tokens their keys.
+
+        Raises:
+            UnknownRequestError: The request holds no blocks.
+            InvalidArgumentError: Hashes or blocks are missing.
+        """
+    def reset_prefix_cache(self) -> bool:
+        """Forget all keys; False, and nothing done, while any block is held."""
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Per group, leading blocks that all requests share with this one; 0 if it is unknown."""
+    def take_events(self) -> list[KVCacheEvent]:
+        """Events since the last call, oldest first, with each group's kind."""
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """A snapshot of a request's table; the shared empty object if it is unknown."""
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Ids of a request's table, per group."""
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[list[int], ...]:
+        """Ids of the leading blocks that hold so many tokens, per group."""
+    def take_new_block_ids(self) -> list[int]:
+        """Ids allocated since the last call in groups whose new blocks need zeroing."""
+    def new_step_starts(self) -> None:
+        """Tell the manager that a scheduling step begins."""
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Statistics since the last call; None without `log_stats`."""
+    def create_kv_cache_blocks(self, blocks: Sequence[Sequence[KVCacheBlock]]) -> KVCacheBlocks:
+        """Wrap blocks, one sequence per group; the shared empty object if there are none."""
+    def validate(self) -> None:
+        """Check every invariant; for tests, it walks all blocks.
+
+        Raises:
+            AssertionError: One is broken; the message names it.
+        """
+    def state_digest(self) -> str:
+        """A digest of the whole state: equal states have equal digests."""

@@ -1,0 +1,1 @@
+"""The `kvyard` command: compare with recorded answers, replay traces, make traces."""

@@ -1,0 +1,66 @@
+"""The exceptions that kvyard raises, as one tree under `KVCacheError`.
+
+"Not enough blocks" is no exception where a scheduler expects it: `KVCacheManager.allocate_slots`
+answers None. What is raised here is misuse or bad configuration, and whatever raises one of these
+has left the state as it was.
+
+Each class is also the built-in exception that vLLM 0.25.1 raises in the same place, so that code
+written for vLLM catches it: `ValueError`, `KeyError`, `RuntimeError`, and `AssertionError` where
+vLLM asserts.
+"""
+
+
+class KVCacheError(Exception):
+    """Base of every exception that kvyard raises."""
+
+
+class ConfigError(KVCacheError, ValueError, AssertionError):
+    """An argument of a constructor is wrong: sizes that do not divide, an unknown spec or hash."""
+
+
+class InvalidArgumentError(KVCacheError, ValueError, AssertionError):
+    """An argument of a call is wrong: a negative count, an unknown id, a mask of wrong length."""
+
+
+class OutOfBlocksError(KVCacheError, ValueError):
+    """More blocks were demanded of the pool than it has free."""
+
+
+class UnknownRequestError(KVCacheError, KeyError):
+    """No request of that name holds blocks in this manager."""
+
+    def __str__(self) -> str:
+        """The message itself; `KeyError` would show its repr."""
+        return Exception.__str__(self)
+
+
+class OwnershipError(KVCacheError, RuntimeError):
+    """A block was used by somebody who does not hold it, or in a state that forbids it."""
+
+
+class DoubleFreeError(OwnershipError):
+    """More references to a block were given back than had been handed out."""
+
+
+class StaleBlockError(OwnershipError):
+    """A block was re-allocated or lost its key since the lookup that named it; look up again."""
+
+
+class ForeignBlockError(OwnershipError):
+    """A block belongs to another pool."""
+
+
+class NotOwnedError(OwnershipError):
+    """The caller holds no reference of the kind that the call needs."""
+
+
+class AlreadyTrackedError(OwnershipError, AssertionError):
+    """A request that already holds blocks was given a prefix hit, or was added twice."""
+
+
+class HashConflictError(OwnershipError, AssertionError):
+    """A block that already carries a full key would get another one."""
+
+
+class PoisonedError(KVCacheError):
+    """An internal invariant broke earlier; the manager refuses every later call."""
