@@ -14,10 +14,11 @@
 //! * I9: every key covers a positive multiple of the hash block size.
 //! * I13: usage lies in 0..=1.
 
+mod handed_out;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::block_hash::BlockHash;
-use crate::blocks::{BlockLease, GroupEnds};
 use crate::error::{KVCacheError, Result};
 use crate::event_log::{EventLog, EventReserve};
 use crate::free_queue::FreeKVCacheBlockQueue;
@@ -37,8 +38,6 @@ pub struct BlockPoolConfig {
     pub hash_block_size: u32,
     /// Whether changes of the prefix cache are recorded.
     pub enable_kv_cache_events: bool,
-    /// Bytes of a digest that count: 32, or 16 for the xxhash functions.
-    pub hash_width: usize,
     /// Whose decisions.
     pub semantics: Semantics,
 }
@@ -48,6 +47,7 @@ pub struct BlockPoolConfig {
 pub struct BlockPool {
     id: u64,
     config: BlockPoolConfig,
+    hash_width: Option<usize>,
     pub(crate) queue: FreeKVCacheBlockQueue,
     pub(crate) prefix: PrefixMap,
     pub(crate) row_references: Vec<u32>,
@@ -90,6 +90,7 @@ impl BlockPool {
         Ok(Self {
             id: NEXT_POOL.fetch_add(1, Ordering::Relaxed),
             config,
+            hash_width: None,
             queue: FreeKVCacheBlockQueue::new(config.num_blocks),
             prefix,
             row_references: vec![0; blocks],
@@ -112,6 +113,28 @@ impl BlockPool {
     /// The arguments it was made with.
     pub fn config(&self) -> &BlockPoolConfig {
         &self.config
+    }
+
+    /// Bytes of a digest that count: fixed by the first hash function that is bound.
+    pub fn hash_width(&self) -> Option<usize> {
+        self.hash_width
+    }
+
+    /// Fixes how many bytes of a digest count: 32, or 16 for the xxhash functions.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if hashes of another width are cached here already.
+    pub fn bind_hash_width(&mut self, width: usize) -> Result<()> {
+        match self.hash_width {
+            Some(bound) if bound != width => Err(KVCacheError::argument(
+                "block_hashes",
+                format!("hashes of {width} bytes, this pool caches hashes of {bound} bytes"),
+            )),
+            _ => {
+                self.hash_width = Some(width);
+                Ok(())
+            }
+        }
     }
 
     /// All blocks, the null block included.
@@ -168,9 +191,24 @@ impl BlockPool {
         self.num_blocks_removed
     }
 
+    /// Changes of the prefix cache since the log was last taken, oldest first.
+    pub fn events(&self) -> &EventLog {
+        &self.events
+    }
+
+    /// Exchanges the log for `spare`, which is emptied first and whose capacity is reused.
+    pub fn take_events(&mut self, spare: &mut EventLog) {
+        self.events.take(spare);
+    }
+
     /// The residency metrics, if they are kept.
     pub fn residency_mut(&mut self) -> Option<&mut ResidencyMetrics> {
         self.residency.as_mut()
+    }
+
+    /// Exchanges the log of changes for an empty one, see `EventLog::take`.
+    pub fn take_event_log(&mut self, spare: &mut EventLog) {
+        self.events.take(spare);
     }
 
     /// Now, in changes of the pool: what a snapshot remembers.
@@ -228,177 +266,6 @@ impl BlockPool {
         true
     }
 
-    // ------------------------------------------------------------------------- handed-out references
-
-    /// Takes `count` blocks from the head of the queue; cached ones are evicted.
-    ///
-    /// # Errors
-    /// `OutOfBlocks`; nothing is taken then.
-    pub fn get_new_blocks(&mut self, count: usize) -> Result<BlockLease> {
-        self.check_available(count)?;
-        let mut ids = Vec::new();
-        ids.try_reserve(count)?;
-        self.reserve_evictions(count)?;
-        self.begin_change();
-        for _ in 0..count {
-            let block = self.take_head();
-            self.handed_out[block.index()] = 1;
-            ids.push(block);
-        }
-        Ok(self.lease(ids))
-    }
-
-    /// Takes a reference to each block, so that it cannot be evicted.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for an id outside the pool; `StaleBlock` for a block that is neither held
-    /// nor cached: whoever names it has an old result.
-    pub fn touch(&mut self, blocks: &[BlockId]) -> Result<BlockLease> {
-        for block in blocks {
-            self.check_block("blocks", *block)?;
-            if !block.is_null() && self.ref_cnt(*block) == 0 && !self.prefix.is_cached(*block) {
-                return Err(KVCacheError::StaleBlock {
-                    block: *block,
-                    request: String::from("(touch)"),
-                    what: if self.was_ever_allocated(*block) {
-                        "evicted"
-                    } else {
-                        "never cached"
-                    },
-                });
-            }
-        }
-        let mut ids = Vec::new();
-        ids.try_reserve(blocks.len())?;
-        for block in blocks {
-            self.on_accessed(*block);
-            if !block.is_null() {
-                if self.ref_cnt(*block) == 0 {
-                    self.queue.remove(*block);
-                }
-                self.handed_out[block.index()] += 1;
-            }
-            ids.push(*block);
-        }
-        Ok(self.lease(ids))
-    }
-
-    /// Gives a lease back, in its order: blocks that nobody holds any more go to the head of the
-    /// queue if they are not cached, else to its tail.
-    ///
-    /// # Errors
-    /// `ForeignBlock` for a lease of another pool; `DoubleFree` if its references were given back
-    /// through its ids already. The lease comes back with the error.
-    pub fn free(&mut self, lease: BlockLease) -> Result<(), (KVCacheError, BlockLease)> {
-        if let Err(error) = self.check_lease(&lease) {
-            return Err((error, lease));
-        }
-        self.release_handed_out(lease.ids.iter().copied());
-        Ok(())
-    }
-
-    /// Gives handed-out references back by id, one for each time a block is listed; the order is the
-    /// eviction order. For ids of a dissolved lease.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for an id outside the pool; `DoubleFree` if a block is listed more often than
-    /// references to it are handed out; `NotOwned` if none is, but a request holds the block or it
-    /// was never allocated. Nothing is freed then.
-    pub fn free_counted(&mut self, blocks: &[BlockId]) -> Result<()> {
-        self.check_handed_out(blocks)?;
-        self.release_handed_out(blocks.iter().copied());
-        Ok(())
-    }
-
-    pub(crate) fn check_lease(&mut self, lease: &BlockLease) -> Result<()> {
-        if lease.pool != self.id {
-            return Err(KVCacheError::ForeignBlock {
-                what: "the lease".into(),
-                found: lease.pool,
-                expected: self.id,
-            });
-        }
-        self.check_handed_out(&lease.ids)
-    }
-
-    /// Whether each block may be given back as often as it is listed.
-    fn check_handed_out(&mut self, blocks: &[BlockId]) -> Result<()> {
-        for block in blocks {
-            self.check_block("blocks", *block)?;
-        }
-        // Occurrences are counted in the column itself and put back: no memory, and O(n).
-        let mut refused = None;
-        for (counted, block) in blocks.iter().enumerate() {
-            if block.is_null() {
-                continue;
-            }
-            let handed_out = &mut self.handed_out[block.index()];
-            if *handed_out == 0 {
-                refused = Some((counted, *block));
-                break;
-            }
-            *handed_out -= 1;
-        }
-        let counted = refused.map_or(blocks.len(), |(counted, _)| counted);
-        for block in blocks[..counted].iter().filter(|block| !block.is_null()) {
-            self.handed_out[block.index()] += 1;
-        }
-        match refused {
-            Some((_, block)) => Err(self.refuse_free(block, blocks)),
-            None => Ok(()),
-        }
-    }
-
-    /// Checked before; the order is the eviction order.
-    pub(crate) fn release_handed_out(&mut self, blocks: impl Iterator<Item = BlockId>) {
-        let mut last_plain = NULL_BLOCK;
-        for block in blocks.filter(|block| !block.is_null()) {
-            self.handed_out[block.index()] -= 1;
-            self.requeue_if_unused(block, &mut last_plain);
-        }
-    }
-
-    fn refuse_free(&self, block: BlockId, blocks: &[BlockId]) -> KVCacheError {
-        let handed_out = self.handed_out[block.index()];
-        let in_rows = self.row_references[block.index()];
-        if handed_out == 0 && in_rows > 0 {
-            return KVCacheError::NotOwned {
-                block,
-                reason: format!(
-                    "{in_rows} request(s) hold it, and none handed it out; free the request instead"
-                ),
-            };
-        }
-        if handed_out == 0 && !self.was_ever_allocated(block) {
-            return KVCacheError::NotOwned {
-                block,
-                reason: "it was never allocated".into(),
-            };
-        }
-        let times = blocks.iter().filter(|other| **other == block).count();
-        KVCacheError::DoubleFree {
-            block,
-            times: u32::try_from(times).unwrap_or(u32::MAX),
-            handed_out,
-            owner: if in_rows > 0 {
-                format!(" ({in_rows} request(s) hold it besides)")
-            } else {
-                String::new()
-            },
-        }
-    }
-
-    fn lease(&self, ids: Vec<BlockId>) -> BlockLease {
-        let end = u32::try_from(ids.len()).expect("a lease is bounded by the pool");
-        let ends = GroupEnds::from_slice(&[end]);
-        BlockLease {
-            ids,
-            ends,
-            pool: self.id,
-            epoch: self.epoch,
-        }
-    }
-
     // --------------------------------------------------------------------------------- prefix cache
 
     /// Takes all keys from the given blocks, in this order; references and places in the queue stay.
@@ -409,7 +276,8 @@ impl BlockPool {
         for block in blocks {
             self.check_block("block_ids", *block)?;
         }
-        self.reserve_evictions(blocks.len())?;
+        self.events
+            .reserve(self.events_of_evictions(blocks.len()))?;
         self.begin_change();
         for block in blocks.iter().filter(|block| !block.is_null()) {
             self.on_evicted(*block);
@@ -450,17 +318,20 @@ impl BlockPool {
 
     // --------------------------------------------- for the manager: planned before, so infallible
 
-    /// Room in the log for evicting `count` blocks.
-    pub(crate) fn reserve_evictions(&mut self, count: usize) -> Result<()> {
-        if !self.events.is_enabled() {
-            return Ok(());
-        }
+    /// What evicting `count` blocks may add to the log.
+    pub(crate) fn events_of_evictions(&self, count: usize) -> EventReserve {
         let keys = count + self.prefix.num_aliases();
-        self.events.reserve(EventReserve {
+        EventReserve {
             records: keys,
             hashes: keys,
             tokens: 0,
-        })
+        }
+    }
+
+    /// Room for what one call does to the prefix cache.
+    pub(crate) fn reserve(&mut self, new_keys: usize, events: EventReserve) -> Result<()> {
+        self.prefix.reserve(new_keys)?;
+        self.events.reserve(events)
     }
 
     /// A new epoch; every change of the pool that an old snapshot must notice happens in one.
@@ -527,20 +398,6 @@ impl BlockPool {
                 self.row_references[block.index()] -= 1;
                 self.requeue_if_unused(block, &mut last_plain);
             }
-        }
-    }
-
-    /// A row's references become handed-out ones.
-    pub(crate) fn hand_out(&mut self, ids: Vec<BlockId>, ends: GroupEnds) -> BlockLease {
-        for block in ids.iter().filter(|block| !block.is_null()) {
-            self.row_references[block.index()] -= 1;
-            self.handed_out[block.index()] += 1;
-        }
-        BlockLease {
-            ids,
-            ends,
-            pool: self.id,
-            epoch: self.epoch,
         }
     }
 

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use crate::error::Result;
-use crate::id::{BlockId, GroupId, NULL_BLOCK, RequestRow};
+use crate::id::{BlockId, GroupId, NULL_BLOCK, RequestRow, length};
 
 /// One change of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -171,7 +171,7 @@ impl BlockTables {
         &mut self.edits
     }
 
-    /// Makes room for `blocks` more in a row, and for the edits of one call on it.
+    /// Makes room for `blocks` more in a row.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -183,10 +183,19 @@ impl BlockTables {
         }
         let at = self.at(row, group);
         self.tables[at].try_reserve(blocks)?;
+        Ok(())
+    }
+
+    /// Makes room in the delta log for one call, which appends `blocks` in all groups together.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub(crate) fn reserve_edits(&mut self, blocks: usize) -> Result<()> {
+        /// A call nulls a range and appends padding with hits, external and new blocks.
+        const EDITS_IN_A_GROUP: usize = 4;
         if self.edits.enabled {
-            /// One call appends padding, hits, external and new blocks, and nulls two ranges.
-            const EDITS_OF_ONE_CALL: usize = 6;
-            self.edits.records.try_reserve(EDITS_OF_ONE_CALL)?;
+            let records = EDITS_IN_A_GROUP * self.num_groups;
+            self.edits.records.try_reserve(records)?;
             self.edits.blocks.try_reserve(blocks)?;
         }
         Ok(())
@@ -204,7 +213,7 @@ impl BlockTables {
         let start = table.len();
         fill(table);
         if table.len() > start {
-            let span = position(start)..position(table.len());
+            let span = length(start)..length(table.len());
             if self.edits.enabled {
                 self.edits.blocks.extend_from_slice(&table[start..]);
             }
@@ -259,8 +268,4 @@ impl BlockTables {
     fn at(&self, row: RequestRow, group: GroupId) -> usize {
         row.index() * self.num_groups + group.index()
     }
-}
-
-fn position(index: usize) -> u32 {
-    u32::try_from(index).expect("rows are bounded by u32")
 }

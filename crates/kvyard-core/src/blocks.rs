@@ -4,7 +4,7 @@
 use smallvec::{SmallVec, smallvec};
 
 use crate::error::{KVCacheError, Result};
-use crate::id::BlockId;
+use crate::id::{BlockId, length};
 
 /// Block ids per group, flat. Inline for the few of a decode step.
 pub type BlockIds = SmallVec<[BlockId; 4]>;
@@ -54,7 +54,7 @@ impl KVCacheBlocks {
     }
 
     pub(crate) fn from_single_group(ids: Vec<BlockId>, pool: u64, epoch: u64) -> Self {
-        let end = u32::try_from(ids.len()).expect("rows are bounded by u32");
+        let end = length(ids.len());
         Self {
             ids: ids.into(),
             ends: smallvec![end],
@@ -74,8 +74,7 @@ impl KVCacheBlocks {
 
     pub(crate) fn push_group(&mut self, group: &[BlockId]) {
         self.ids.extend_from_slice(group);
-        self.ends
-            .push(u32::try_from(self.ids.len()).expect("rows are bounded by u32"));
+        self.ends.push(length(self.ids.len()));
     }
 
     /// How many groups.

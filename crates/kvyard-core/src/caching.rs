@@ -9,7 +9,7 @@ use crate::block_hash::BlockHash;
 use crate::block_pool::BlockPool;
 use crate::error::{KVCacheError, Result};
 use crate::event_log::EventReserve;
-use crate::id::{BlockId, GroupId};
+use crate::id::{BlockId, GroupId, length};
 use crate::prefix_map::{MAX_GROUP, PrefixKey};
 use crate::request_view::{BlockContent, RequestCall};
 use crate::semantics::SparseStoreEvent;
@@ -77,7 +77,7 @@ impl CacheFullBlocks<'_> {
     }
 
     fn covered_tokens(&self, position: usize) -> u32 {
-        u32::try_from(position + 1).expect("rows are bounded by u32") * self.block_size
+        length(position + 1) * self.block_size
     }
 
     fn tokens(&self, positions: Range<usize>) -> Range<usize> {
@@ -105,7 +105,8 @@ impl BlockPool {
             return Ok(());
         }
         self.plan_cache_full_blocks(call, call.row.len())?;
-        self.reserve_cache_full_blocks(call)?;
+        let blocks = call.stop - call.start;
+        self.reserve(blocks, self.events_of_stores(blocks, call.block_size))?;
         self.begin_change();
         self.apply_cache_full_blocks(call);
         Ok(())
@@ -162,15 +163,14 @@ impl BlockPool {
         Ok(())
     }
 
-    pub(crate) fn reserve_cache_full_blocks(&mut self, call: &CacheFullBlocks<'_>) -> Result<()> {
-        self.prefix.reserve(0)?;
-        let blocks = call.stop - call.start;
+    /// What caching a span of `blocks` blocks may add to the log.
+    pub(crate) fn events_of_stores(&self, blocks: usize, block_size: u32) -> EventReserve {
         let removals = blocks + self.prefix.num_aliases();
-        self.events.reserve(EventReserve {
+        EventReserve {
             records: blocks + removals,
             hashes: blocks + removals,
-            tokens: blocks * call.block_size as usize,
-        })
+            tokens: blocks * block_size as usize,
+        }
     }
 
     pub(crate) fn apply_cache_full_blocks(&mut self, call: &CacheFullBlocks<'_>) {

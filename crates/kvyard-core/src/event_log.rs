@@ -85,7 +85,8 @@ pub struct EventLog {
     adapters: Vec<EventAdapter>,
 }
 
-/// How much one call may add to the log.
+/// How much one call may add to the log. What a call does in several places is added up first: room
+/// asked for twice is the same room.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EventReserve {
     /// Records.
@@ -94,6 +95,14 @@ pub struct EventReserve {
     pub hashes: usize,
     /// Token ids.
     pub tokens: usize,
+}
+
+impl std::ops::AddAssign for EventReserve {
+    fn add_assign(&mut self, other: Self) {
+        self.records += other.records;
+        self.hashes += other.hashes;
+        self.tokens += other.tokens;
+    }
 }
 
 impl EventLog {

@@ -21,6 +21,13 @@ pub struct GroupId(pub u32);
 #[repr(transparent)]
 pub struct RequestRow(pub u32);
 
+/// A length as a 32-bit number. Rows, hits and leases are bounded by the pool and by token counts,
+/// which have 32 bits.
+#[inline]
+pub(crate) fn length(len: usize) -> u32 {
+    u32::try_from(len).expect("rows are bounded by u32")
+}
+
 macro_rules! index {
     ($($name:ident),*) => {$(
         impl $name {

@@ -75,7 +75,7 @@ fn table_hash(hash: &[u8; 32], group_tag: u16) -> u64 {
         ^ word(16).rotate_left(32)
         ^ word(24).rotate_left(48)
         ^ u64::from(group_tag).rotate_left(24);
-    let product = u128::from(folded) * 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
+    let product = u128::from(folded) * 0x9e37_79b9_7f4a_7c15;
     #[expect(
         clippy::cast_possible_truncation,
         reason = "folding the product is the point"

@@ -97,6 +97,11 @@ impl Request {
         &self.block_hashes
     }
 
+    /// Takes over hashes that were made elsewhere; hashing goes on behind them.
+    pub fn set_block_hashes(&mut self, block_hashes: Vec<BlockHash>) {
+        self.block_hashes = block_hashes;
+    }
+
     /// Appends sampled tokens; returns how many block hashes came with them.
     ///
     /// Hashes as if the tokens had come one by one, as they do while decoding. (vLLM hashes once a

@@ -65,6 +65,10 @@ impl KVCacheGroupSpec {
 
 /// Arguments of a manager; the names are those of vLLM's `KVCacheManager`.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "the arguments of vLLM's KVCacheManager"
+)]
 pub struct KVCacheManagerConfig {
     /// All blocks, the null block included.
     pub num_blocks: u32,
@@ -93,8 +97,6 @@ pub struct KVCacheManagerConfig {
     pub pcp_world_size: u32,
     /// Share of the blocks that admission leaves free while others run; at least 0.
     pub watermark: f64,
-    /// Bytes of a digest that count.
-    pub hash_width: usize,
     /// Whether newly allocated ids are recorded for `take_new_block_ids`.
     pub track_new_blocks: bool,
     /// Whether edits of rows are recorded.
@@ -123,7 +125,6 @@ impl KVCacheManagerConfig {
             dcp_world_size: 1,
             pcp_world_size: 1,
             watermark: 0.0,
-            hash_width: 32,
             track_new_blocks: true,
             track_row_edits: false,
             semantics: crate::semantics::Semantics::default(),

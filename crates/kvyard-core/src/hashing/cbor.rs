@@ -1,7 +1,9 @@
 //! Canonical CBOR (RFC 7049 §3.9), as cbor2's `dumps(value, canonical=True)` writes it: shortest
 //! heads, definite lengths, no sharing. It knows no object identity.
 
-use super::{Encoder, INTEGER_BYTES_MAX, Object, STORE_BYTES, Serialisation};
+use super::{Encoder, INTEGER_BYTES_MAX, Object, STORE_BYTES, Serialisation, write_hash};
+use crate::block_hash::BlockHash;
+use std::hint::select_unpredictable;
 
 /// Major types, in the high three bits of a head.
 const UNSIGNED: u8 = 0x00;
@@ -20,59 +22,43 @@ pub(super) struct CborEncoder<'a> {
     out: &'a mut Vec<u8>,
 }
 
-/// A head: major type and argument in the shortest form. Returns the bytes and how many count.
+/// What a head of `len` bytes looks like, as one number: in its top byte the first byte (0 where the
+/// argument is part of it); in its low bytes, where they do no harm to a head of at most five, the
+/// length and the shift that brings the argument to the end of the head.
+const fn form(first_byte: u64, len: u64) -> u64 {
+    first_byte << 56 | len << 8 | (64 - 8 * len)
+}
+
+/// Writes a head (major type, and argument in the shortest form) at `at`; returns where it ends.
 #[inline]
-fn head(major: u8, argument: u64) -> ([u8; 9], usize) {
-    let mut bytes = [0; 9];
-    let value = argument.to_be_bytes();
-    let width = match argument {
-        0..24 => 0,
-        24..0x100 => 1,
-        0x100..0x1_0000 => 2,
-        0x1_0000..0x1_0000_0000 => 4,
-        _ => 8,
+fn write_head(buffer: &mut [u8], at: usize, major: u8, argument: u64) -> usize {
+    let Ok(small) = u32::try_from(argument) else {
+        buffer[at] = major | 0x1b;
+        buffer[at + 1..at + 9].copy_from_slice(&argument.to_be_bytes());
+        return at + 9;
     };
-    bytes[0] = match width {
-        0 => major | value[7],
-        1 => major | 0x18,
-        2 => major | 0x19,
-        4 => major | 0x1a,
-        _ => major | 0x1b,
-    };
-    bytes[1..=width].copy_from_slice(&value[8 - width..]);
-    (bytes, width + 1)
+    // Lengths of token ids vary at random, which a branch predictor cannot follow: they are selected.
+    let selected = select_unpredictable(small > 23, form(0x18, 2), form(0, 1));
+    let selected = select_unpredictable(small > 0xff, form(0x19, 3), selected);
+    let selected = select_unpredictable(small > 0xffff, form(0x1a, 5), selected);
+    let word = u64::from(major) << 56 | selected | u64::from(small) << (selected & 63);
+    buffer[at..at + STORE_BYTES].copy_from_slice(&word.to_be_bytes());
+    at + (selected >> 8 & 0xff) as usize
 }
 
 /// Writes an int at `at` and returns where it ends.
 #[inline]
 fn write_integer(buffer: &mut [u8], at: usize, value: i64) -> usize {
-    let Ok(value) = u32::try_from(value) else {
-        return write_long_integer(buffer, at, value);
-    };
-    // Lengths of token ids vary at random, so that branches on them would be mispredicted.
-    let (over_5_bits, over_byte, over_word) = (value > 23, value > 0xff, value > 0xffff);
-    let bytes = u32::from(over_5_bits) + u32::from(over_byte) + 2 * u32::from(over_word);
-    let additional = if over_5_bits {
-        0x18 + u32::from(over_byte) + u32::from(over_word)
-    } else {
-        value
-    };
-    let word = u64::from(additional) << 56 | u64::from(value) << (56 - 8 * bytes);
-    buffer[at..at + STORE_BYTES].copy_from_slice(&word.to_be_bytes());
-    at + 1 + bytes as usize
+    match u64::try_from(value) {
+        Ok(value) => write_head(buffer, at, UNSIGNED, value),
+        Err(_) => write_head(buffer, at, NEGATIVE, (!value).cast_unsigned()),
+    }
 }
 
-/// [`write_integer`] for what no token id is: outside of 32 bits, or negative.
-#[cold]
-fn write_long_integer(buffer: &mut [u8], at: usize, value: i64) -> usize {
-    let (major, argument) = if value < 0 {
-        (NEGATIVE, !value)
-    } else {
-        (UNSIGNED, value)
-    };
-    let (bytes, len) = head(major, argument.cast_unsigned());
-    buffer[at..at + len].copy_from_slice(&bytes[..len]);
-    at + len
+/// Where the bytes of a parent of 16 or 32 bytes start: after the heads of triple and parent.
+#[inline]
+fn parent_start(parent_len: usize) -> usize {
+    if parent_len == 32 { 3 } else { 2 }
 }
 
 impl Serialisation for Cbor {
@@ -84,17 +70,14 @@ impl Serialisation for Cbor {
         CborEncoder { out }
     }
 
-    #[inline]
+    #[inline(always)]
     fn write_plain_tokens<T: Copy + Into<i64>>(
         buffer: &mut [u8],
         parent_len: usize,
         tokens: &[T],
     ) -> usize {
-        // Head of the triple, head and bytes of the parent.
-        let mut at = 1 + head(BYTES, parent_len as u64).1 + parent_len;
-        let (bytes, len) = head(ARRAY, tokens.len() as u64);
-        buffer[at..at + bytes.len()].copy_from_slice(&bytes);
-        at += len;
+        let tokens_start = parent_start(parent_len) + parent_len;
+        let mut at = write_head(buffer, tokens_start, ARRAY, tokens.len() as u64);
         for &token in tokens {
             at = write_integer(buffer, at, token.into());
         }
@@ -102,19 +85,35 @@ impl Serialisation for Cbor {
         at + 1
     }
 
-    #[inline]
-    fn write_plain_parent(buffer: &mut [u8], parent: &[u8], _end: usize) {
-        buffer[0] = ARRAY | 3;
-        let (bytes, len) = head(BYTES, parent.len() as u64);
-        buffer[1..=len].copy_from_slice(&bytes[..len]);
-        buffer[1 + len..][..parent.len()].copy_from_slice(parent);
+    #[inline(always)]
+    fn write_plain_parent(buffer: &mut [u8], parent: &BlockHash, parent_len: usize, _end: usize) {
+        let head = if parent_len == 32 {
+            [ARRAY | 3, BYTES | 0x18, 32]
+        } else {
+            [ARRAY | 3, BYTES | 16, 0]
+        };
+        buffer[..3].copy_from_slice(&head);
+        write_hash(&mut buffer[parent_start(parent_len)..], parent, parent_len);
     }
 }
 
 impl CborEncoder<'_> {
+    /// The members of an array of ints.
+    fn integers_alone<T: Copy + Into<i64>>(&mut self, values: &[T]) {
+        let mut at = self.out.len();
+        self.out
+            .resize(at + values.len() * INTEGER_BYTES_MAX + STORE_BYTES, 0);
+        for &value in values {
+            at = write_integer(self.out, at, value.into());
+        }
+        self.out.truncate(at);
+    }
+
     fn head(&mut self, major: u8, argument: u64) {
-        let (bytes, len) = head(major, argument);
-        self.out.extend_from_slice(&bytes[..len]);
+        let at = self.out.len();
+        self.out.resize(at + INTEGER_BYTES_MAX, 0);
+        let end = write_head(self.out, at, major, argument);
+        self.out.truncate(end);
     }
 }
 
@@ -130,21 +129,12 @@ impl Encoder for CborEncoder<'_> {
     }
 
     fn integer(&mut self, value: i64) {
-        self.out.resize(self.out.len() + INTEGER_BYTES_MAX, 0);
-        let at = self.out.len() - INTEGER_BYTES_MAX;
-        let end = write_integer(self.out, at, value);
-        self.out.truncate(end);
+        self.integers_alone(&[value]);
     }
 
     fn integers<T: Copy + Into<i64>>(&mut self, values: &[T]) {
         self.head(ARRAY, values.len() as u64);
-        let mut at = self.out.len();
-        self.out
-            .resize(at + values.len() * INTEGER_BYTES_MAX + STORE_BYTES, 0);
-        for &value in values {
-            at = write_integer(self.out, at, value.into());
-        }
-        self.out.truncate(at);
+        self.integers_alone(values);
     }
 
     fn none(&mut self) {

@@ -23,6 +23,9 @@ const INITIAL_STATE: [u32; 8] = [
 
 /// A digest function.
 pub(super) trait Digest {
+    /// Bytes of a digest.
+    const WIDTH: usize;
+
     /// The digest of `buffer[..end]`. The `PADDING` bytes from `end` on must exist, and are lost.
     fn of(buffer: &mut [u8], end: usize) -> BlockHash;
 
@@ -39,7 +42,9 @@ pub(super) trait Digest {
 pub(super) struct Sha256;
 
 impl Digest for Sha256 {
-    #[inline]
+    const WIDTH: usize = 32;
+
+    #[inline(always)]
     fn of(buffer: &mut [u8], end: usize) -> BlockHash {
         let total = (end + 1 + size_of::<u64>()).next_multiple_of(CHUNK);
         buffer[end] = 0x80;
@@ -65,7 +70,9 @@ impl Digest for Sha256 {
 pub(super) struct Xxh3;
 
 impl Digest for Xxh3 {
-    #[inline]
+    const WIDTH: usize = 16;
+
+    #[inline(always)]
     fn of(buffer: &mut [u8], end: usize) -> BlockHash {
         BlockHash::from_digest(&xxhash_rust::xxh3::xxh3_128(&buffer[..end]).to_be_bytes())
     }

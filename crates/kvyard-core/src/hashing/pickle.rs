@@ -7,8 +7,12 @@
 //! open frame holds [`FRAME_BYTES`] or more. And texts and bytes that are that long by themselves
 //! stand outside of any frame.
 
-use super::{Encoder, INTEGER_BYTES_MAX, Object, PLAIN_OVERHEAD, STORE_BYTES, Serialisation};
+use super::{
+    Encoder, INTEGER_BYTES_MAX, Object, PLAIN_OVERHEAD, STORE_BYTES, Serialisation, write_hash,
+};
+use crate::block_hash::BlockHash;
 use smallvec::SmallVec;
+use std::hint::select_unpredictable;
 
 const PROTOCOL: [u8; 2] = [0x80, 5];
 const FRAME: u8 = 0x95;
@@ -57,24 +61,25 @@ fn tuple_opcode(len: usize) -> u8 {
     }
 }
 
+/// What an int of `len` bytes looks like, as one number: in its low byte the opcode, in its top byte,
+/// past the bytes that count, the length.
+#[inline]
+fn form(opcode: u8, len: u64) -> u64 {
+    len << 56 | u64::from(opcode)
+}
+
 /// Writes an int at `at` and returns where it ends.
 #[inline]
 fn write_integer(buffer: &mut [u8], at: usize, value: i64) -> usize {
-    if !(0..=i64::from(i32::MAX)).contains(&value) {
+    let Ok(small @ 0..=0x7fff_ffff) = u32::try_from(value) else {
         return write_long_integer(buffer, at, value);
-    }
-    // Lengths of token ids vary at random, so that branches on them would be mispredicted.
-    let (over_byte, over_word) = (value > 0xff, value > 0xffff);
-    let opcode = if over_word {
-        BININT
-    } else if over_byte {
-        BININT2
-    } else {
-        BININT1
     };
-    let word = value << 8 | i64::from(opcode);
+    // Lengths of token ids vary at random, which a branch predictor cannot follow: they are selected.
+    let selected = select_unpredictable(small > 0xff, form(BININT2, 3), form(BININT1, 2));
+    let selected = select_unpredictable(small > 0xffff, form(BININT, 5), selected);
+    let word = u64::from(small) << 8 | selected;
     buffer[at..at + STORE_BYTES].copy_from_slice(&word.to_le_bytes());
-    at + 2 + usize::from(over_byte) + 2 * usize::from(over_word)
+    at + (selected >> 56) as usize
 }
 
 /// [`write_integer`] for what hardly any token id is: negative, or past 31 bits.
@@ -111,7 +116,7 @@ impl Serialisation for Pickle {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn write_plain_tokens<T: Copy + Into<i64>>(
         buffer: &mut [u8],
         parent_len: usize,
@@ -132,17 +137,16 @@ impl Serialisation for Pickle {
         at + closing.len()
     }
 
-    #[inline]
-    fn write_plain_parent(buffer: &mut [u8], parent: &[u8], end: usize) {
-        let len = parent.len();
+    #[inline(always)]
+    fn write_plain_parent(buffer: &mut [u8], parent: &BlockHash, parent_len: usize, end: usize) {
         let payload = end - PROTOCOL.len() - FRAME_HEADER_BYTES;
         buffer[..2].copy_from_slice(&PROTOCOL);
         buffer[2] = FRAME;
         buffer[3..11].copy_from_slice(&(payload as u64).to_le_bytes());
         buffer[11] = SHORT_BINBYTES;
-        buffer[12] = u8::try_from(len).expect("a hash is at most 32 bytes long");
-        buffer[13..13 + len].copy_from_slice(parent);
-        buffer[13 + len] = MEMOIZE;
+        buffer[12] = if parent_len == 32 { 32 } else { 16 };
+        write_hash(&mut buffer[13..], parent, parent_len);
+        buffer[13 + parent_len] = MEMOIZE;
     }
 }
 

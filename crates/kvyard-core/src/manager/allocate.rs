@@ -8,8 +8,9 @@ use smallvec::SmallVec;
 
 use super::{KVCacheManager, span};
 use crate::blocks::KVCacheBlocks;
-use crate::error::{KVCacheError, Result};
-use crate::id::{BlockId, RequestRow};
+use crate::error::Result;
+use crate::event_log::EventReserve;
+use crate::id::{BlockId, RequestRow, length};
 use crate::request_view::{RequestCall, RequestStatus};
 use crate::semantics::StatsOn;
 use crate::single_type::{Demand, GroupState, SingleTypeKVCacheManager, num_evictable};
@@ -191,48 +192,46 @@ impl KVCacheManager {
     /// `OutOfMemory`; nothing but capacity has changed.
     pub fn reserve_allocate_slots(&mut self, plan: &AllocatePlan<'_>) -> Result<()> {
         if !plan.admitted {
-            return Ok(());
+            return self.tables.reserve_edits(0);
         }
-        let row = match plan.row {
-            Some(row) => row,
-            None => {
-                self.requests.reserve()?;
-                self.requests.next_row()
-            }
+        let row = if let Some(row) = plan.row {
+            row
+        } else {
+            self.requests.reserve()?;
+            self.requests.next_row()
         };
-        let mut taken = 0;
+        let (mut appended, mut taken) = (0, 0);
+        let (mut new_keys, mut events) = (0, EventReserve::default());
         for (index, group) in plan.groups.iter().enumerate() {
             let hits = plan.call.hits(index).len() - group.hits_from;
             let new_blocks = (group.external + group.fresh) as usize;
+            let row_blocks = group.padding as usize + hits + new_blocks;
             let manager = &mut self.managers[index];
-            self.tables.reserve(
-                row,
-                manager.group(),
-                group.padding as usize + hits + new_blocks,
-            )?;
+            self.tables.reserve(row, manager.group(), row_blocks)?;
             manager.reserve_row(row, new_blocks)?;
+            appended += row_blocks;
             taken += new_blocks;
+            new_keys += group.cached.len();
+            events += self
+                .pool
+                .events_of_stores(group.cached.len(), manager.block_size());
         }
-        self.pool.reserve_evictions(taken)?;
-        for (index, group) in plan.groups.iter().enumerate() {
-            if !group.cached.is_empty() {
-                let call = span(
-                    plan.call.request,
-                    &[],
-                    &self.managers[index],
-                    group.cached.clone(),
-                );
-                self.pool.reserve_cache_full_blocks(&call)?;
-            }
-        }
-        Ok(())
+        events += self.pool.events_of_evictions(taken);
+        self.tables.reserve_edits(appended)?;
+        self.pool.reserve(new_keys, events)
     }
 
     /// Carries the plan out.
     pub fn apply_allocate_slots(&mut self, plan: AllocatePlan<'_>) -> Option<KVCacheBlocks> {
-        self.pool.begin_change();
-        if let Some(row) = plan.row {
-            for (manager, group) in self.managers.iter().zip(&plan.groups) {
+        let AllocatePlan {
+            call,
+            row,
+            admitted,
+            attaches_hits,
+            groups,
+        } = plan;
+        if let Some(row) = row {
+            for (manager, group) in self.managers.iter().zip(&groups) {
                 if !group.released.is_empty() {
                     let nulled =
                         self.tables
@@ -241,22 +240,22 @@ impl KVCacheManager {
                 }
             }
         }
-        if !plan.admitted {
+        if !admitted {
             return None;
         }
-        let request = plan.call.request;
-        let row = plan.row.unwrap_or_else(|| {
-            self.record_admission(&plan.call);
-            self.requests.insert(request.request_id)
+        self.pool.begin_change();
+        let row = row.unwrap_or_else(|| {
+            self.record_admission(&call);
+            self.requests.insert(call.request.request_id)
         });
-        if plan.attaches_hits {
-            self.attach_hits(row, &plan);
+        if attaches_hits {
+            self.attach_hits(row, &call, &groups);
         }
-        let fresh = self.take_fresh(row, &plan);
-        for (manager, group) in self.managers.iter_mut().zip(&plan.groups) {
+        let fresh = self.take_fresh(row, &groups);
+        for (manager, group) in self.managers.iter_mut().zip(groups) {
             if !group.cached.is_empty() {
                 let blocks = self.tables.row(row, manager.group());
-                let call = span(request, blocks, manager, group.cached.clone());
+                let call = span(call.request, blocks, manager, group.cached.clone());
                 self.pool.apply_cache_full_blocks(&call);
                 manager.set_num_cached_block(row, group.cached.end);
             }
@@ -264,7 +263,7 @@ impl KVCacheManager {
         Some(fresh)
     }
 
-    // -------------------------------------------------------------------------------- plan: checks
+    // ------------------------------------------------------------------------------- plan: counting
 
     /// Whether any group has offered blocks of the request to the cache: its hits were attached or
     /// its first block filled.
@@ -275,143 +274,6 @@ impl KVCacheManager {
                 .any(|manager| manager.num_cached_block(row).is_some())
         })
     }
-
-    fn check_call(
-        &self,
-        call: &AllocateSlots<'_>,
-        row: Option<RequestRow>,
-        tracked: bool,
-        attaches_hits: bool,
-    ) -> Result<()> {
-        if call.num_new_tokens == 0 && call.num_external_computed_tokens == 0 {
-            return Err(KVCacheError::argument(
-                "num_new_tokens",
-                format!(
-                    "request {:?} has no new and no external tokens to allocate",
-                    call.request.request_id
-                ),
-            ));
-        }
-        let axis = [
-            call.request.view.num_computed_tokens,
-            call.num_new_computed_tokens,
-            call.num_external_computed_tokens,
-            call.num_new_tokens,
-            call.num_lookahead_tokens,
-        ];
-        if axis.iter().map(|tokens| u64::from(*tokens)).sum::<u64>() > u64::from(u32::MAX / 2) {
-            return Err(KVCacheError::argument(
-                "num_new_tokens",
-                "the token counts are too large",
-            ));
-        }
-        let computed: u32 = axis[..3].iter().sum();
-        if call.num_external_computed_tokens > 0 && computed > self.config.max_model_len {
-            return Err(KVCacheError::argument(
-                "num_external_computed_tokens",
-                format!(
-                    "{computed} computed tokens exceed max_model_len {}",
-                    self.config.max_model_len
-                ),
-            ));
-        }
-        self.check_hits(call, tracked)?;
-        let has_blocks = row.is_some_and(|row| {
-            self.managers
-                .iter()
-                .any(|manager| !self.tables.row(row, manager.group()).is_empty())
-        });
-        if attaches_hits && has_blocks {
-            return Err(KVCacheError::AlreadyTracked {
-                request: call.request.request_id.into(),
-            });
-        }
-        Ok(())
-    }
-
-    fn check_hits(&self, call: &AllocateSlots<'_>, tracked: bool) -> Result<()> {
-        let mismatch = |reason: String| Err(KVCacheError::argument("new_computed_blocks", reason));
-        let Some(blocks) = call.new_computed_blocks.filter(|blocks| !blocks.is_empty()) else {
-            return match call.num_new_computed_tokens {
-                0 => Ok(()),
-                tokens => mismatch(format!("no blocks for num_new_computed_tokens={tokens}")),
-            };
-        };
-        if tracked {
-            return Err(KVCacheError::AlreadyTracked {
-                request: call.request.request_id.into(),
-            });
-        }
-        if !self.config.enable_caching {
-            return mismatch("caching is off, there are no hits".into());
-        }
-        if blocks.pool() != self.pool.id() {
-            return Err(KVCacheError::ForeignBlock {
-                what: "the hit".into(),
-                found: blocks.pool(),
-                expected: self.pool.id(),
-            });
-        }
-        if blocks.num_groups() != self.managers.len() {
-            return mismatch(format!(
-                "blocks of {} groups, the manager has {}",
-                blocks.num_groups(),
-                self.managers.len()
-            ));
-        }
-        for (index, manager) in self.managers.iter().enumerate() {
-            let hits = blocks.blocks(index);
-            let tokens = hits.len() as u64 * u64::from(manager.block_size());
-            if tokens != u64::from(call.num_new_computed_tokens) {
-                return mismatch(format!(
-                    "group {index} has blocks of {tokens} tokens, num_new_computed_tokens is {}",
-                    call.num_new_computed_tokens
-                ));
-            }
-            for block in hits {
-                self.check_hit(call, manager, *block, blocks.epoch())?;
-            }
-        }
-        Ok(())
-    }
-
-    fn check_hit(
-        &self,
-        call: &AllocateSlots<'_>,
-        manager: &SingleTypeKVCacheManager,
-        block: BlockId,
-        epoch: u64,
-    ) -> Result<()> {
-        if block.is_null() {
-            return Ok(());
-        }
-        let key = self.pool.block_key(block);
-        if key.is_none() || self.pool.changed_since(block, epoch) {
-            let what = match (key, self.pool.ref_cnt(block)) {
-                (None, 0) => "evicted",
-                _ => "re-allocated",
-            };
-            let request = call.request.request_id.into();
-            return Err(KVCacheError::StaleBlock {
-                block,
-                request,
-                what,
-            });
-        }
-        match key {
-            Some(key) if key.group != manager.group() => Err(KVCacheError::argument(
-                "new_computed_blocks",
-                format!(
-                    "block {block} caches group {}, not group {}",
-                    key.group,
-                    manager.group()
-                ),
-            )),
-            _ => Ok(()),
-        }
-    }
-
-    // ------------------------------------------------------------------------------- plan: counting
 
     fn tokens(&self, call: &AllocateSlots<'_>, num_lookahead_tokens: u32) -> Tokens {
         let local = call.request.view.num_computed_tokens + call.num_new_computed_tokens;
@@ -535,31 +397,30 @@ impl KVCacheManager {
         for (index, (manager, plan)) in self.managers.iter().zip(groups).enumerate() {
             let state = self.group_state(manager, row);
             let hits = call.hits(index);
-            let mut length = u32::try_from(state.row.len()).expect("rows are bounded by u32");
+            let mut len = length(state.row.len());
             if attaches_hits {
                 let total = tokens.local + tokens.external;
                 plan.padding = manager.num_skipped_blocks(total);
                 plan.hits_from = hits.len().min(plan.padding as usize);
                 let attached = &hits[plan.hits_from..];
-                length =
-                    plan.padding + u32::try_from(attached.len()).expect("rows are bounded by u32");
-                plan.external = manager.num_external_blocks(length, tokens.local, tokens.external);
+                len = plan.padding + length(attached.len());
+                plan.external = manager.num_external_blocks(len, tokens.local, tokens.external);
                 taken += u64::from(num_evictable(&self.pool, attached) + plan.external);
             }
             let offered = if attaches_hits {
-                Some(length)
+                Some(len)
             } else {
                 state.num_cached
             };
-            length += plan.external;
+            len += plan.external;
             plan.fresh = tokens
                 .slots
                 .div_ceil(manager.block_size())
-                .saturating_sub(length);
+                .saturating_sub(len);
             taken += u64::from(plan.fresh);
-            length += plan.fresh;
+            len += plan.fresh;
             if self.config.enable_caching && !call.delay_cache_blocks {
-                plan.cached = self.plan_caching(call, manager, &state, offered, length, tokens)?;
+                plan.cached = self.plan_caching(call, manager, &state, offered, len, tokens)?;
             }
         }
         Ok(taken)
@@ -572,22 +433,18 @@ impl KVCacheManager {
         manager: &SingleTypeKVCacheManager,
         state: &GroupState<'_>,
         offered: Option<u32>,
-        length: u32,
+        len: u32,
         tokens: &Tokens,
     ) -> Result<Range<u32>> {
         let commit = tokens.main.min(call.request.view.num_tokens);
         let start = offered.unwrap_or(0);
-        let stop = (commit / manager.block_size()).min(length);
+        let stop = (commit / manager.block_size()).min(len);
         if start >= stop {
             return Ok(0..0);
         }
-        let known = if call.new_computed_blocks.is_some() {
-            &[]
-        } else {
-            state.row
-        };
-        let spanned = span(call.request, known, manager, start..stop);
-        self.pool.plan_cache_full_blocks(&spanned, known.len())?;
+        let spanned = span(call.request, state.row, manager, start..stop);
+        self.pool
+            .plan_cache_full_blocks(&spanned, state.row.len())?;
         Ok(start..stop)
     }
 
@@ -607,10 +464,10 @@ impl KVCacheManager {
     }
 
     /// Step 9, in two phases over all groups: no group's external blocks may evict another's hits.
-    fn attach_hits(&mut self, row: RequestRow, plan: &AllocatePlan<'_>) {
+    fn attach_hits(&mut self, row: RequestRow, call: &AllocateSlots<'_>, groups: &[GroupPlan]) {
         let pool = &mut self.pool;
-        for (index, (manager, group)) in self.managers.iter_mut().zip(&plan.groups).enumerate() {
-            let hits = &plan.call.hits(index)[group.hits_from..];
+        for (index, (manager, group)) in self.managers.iter_mut().zip(groups).enumerate() {
+            let hits = &call.hits(index)[group.hits_from..];
             self.tables.append_with(row, manager.group(), |blocks| {
                 blocks.resize(blocks.len() + group.padding as usize, crate::id::NULL_BLOCK);
                 for block in hits {
@@ -619,10 +476,9 @@ impl KVCacheManager {
                 blocks.extend_from_slice(hits);
             });
             let offered = group.padding as usize + hits.len();
-            let offered = u32::try_from(offered).expect("rows are bounded by u32");
-            manager.set_num_cached_block(row, offered);
+            manager.set_num_cached_block(row, length(offered));
         }
-        for (manager, group) in self.managers.iter_mut().zip(&plan.groups) {
+        for (manager, group) in self.managers.iter_mut().zip(groups) {
             if group.external > 0 {
                 self.tables.append_with(row, manager.group(), |blocks| {
                     let start = blocks.len();
@@ -634,10 +490,10 @@ impl KVCacheManager {
     }
 
     /// Step 10, and what the call returns.
-    fn take_fresh(&mut self, row: RequestRow, plan: &AllocatePlan<'_>) -> KVCacheBlocks {
+    fn take_fresh(&mut self, row: RequestRow, groups: &[GroupPlan]) -> KVCacheBlocks {
         let pool = &mut self.pool;
         let mut fresh = KVCacheBlocks::builder(pool.id(), pool.epoch());
-        for (manager, group) in self.managers.iter_mut().zip(&plan.groups) {
+        for (manager, group) in self.managers.iter_mut().zip(groups) {
             self.tables.append_with(row, manager.group(), |blocks| {
                 let start = blocks.len();
                 pool.take_for_row(group.fresh, blocks);

@@ -12,6 +12,7 @@
 //! * I19: no block occurs twice in a row or in rows of two groups; its key names its group.
 
 mod allocate;
+mod arguments;
 mod requests;
 mod validate;
 
@@ -24,7 +25,8 @@ use crate::block_table::{BlockTables, RowEditLog};
 use crate::blocks::{BlockLease, GroupEnds, KVCacheBlocks};
 use crate::caching::{CacheFullBlocks, MergedBlockHashes};
 use crate::error::{KVCacheError, Result};
-use crate::id::{BlockId, GroupId, RequestRow};
+use crate::event_log::EventReserve;
+use crate::id::{BlockId, GroupId, RequestRow, length};
 use crate::request_view::RequestCall;
 use crate::semantics::{DeferredFreeOrder, StatsOn};
 use crate::single_type::{GroupState, SingleTypeKVCacheManager};
@@ -76,7 +78,6 @@ impl KVCacheManager {
                 enable_caching: config.enable_caching,
                 hash_block_size: config.hash_block_size,
                 enable_kv_cache_events: config.enable_kv_cache_events,
-                hash_width: config.hash_width,
                 semantics: config.semantics,
             },
             residency,
@@ -214,7 +215,7 @@ impl KVCacheManager {
                 let hashes = self.merged_hashes(request, manager);
                 let mut found = Vec::new();
                 manager.find_longest_cache_hit(&self.pool, hashes, max_length, &mut found);
-                let num_blocks = u32::try_from(found.len()).expect("rows are bounded by u32");
+                let num_blocks = length(found.len());
                 CacheHit {
                     num_tokens: num_blocks * manager.block_size(),
                     blocks: KVCacheBlocks::from_single_group(
@@ -268,7 +269,7 @@ impl KVCacheManager {
             if let Some(row) = row {
                 ids.extend_from_slice(self.tables.row(row, manager.group()));
             }
-            ends.push(u32::try_from(ids.len()).expect("rows are bounded by u32"));
+            ends.push(length(ids.len()));
         }
         if let Some(row) = row {
             self.forget(row);
@@ -388,13 +389,16 @@ impl KVCacheManager {
             }
             spans.push((start, stop));
         }
+        let (mut new_keys, mut events) = (0, EventReserve::default());
         for (manager, (start, stop)) in self.managers.iter().zip(&spans) {
-            if start < stop {
-                let blocks = self.tables.row(row, manager.group());
-                let call = span(request, blocks, manager, *start..*stop);
-                self.pool.reserve_cache_full_blocks(&call)?;
-            }
+            let blocks = stop.saturating_sub(*start) as usize;
+            new_keys += blocks;
+            events += self.pool.events_of_stores(blocks, manager.block_size());
         }
+        if new_keys == 0 {
+            return Ok(());
+        }
+        self.pool.reserve(new_keys, events)?;
         self.pool.begin_change();
         for (manager, (start, stop)) in self.managers.iter_mut().zip(&spans) {
             if start < stop {
@@ -449,7 +453,7 @@ impl KVCacheManager {
             KVCacheCoordinator::Unitary => self.requests.find(request_id, None),
         };
         let rule = self.config.semantics.common_prefix;
-        let tracked = u32::try_from(self.requests.len()).expect("rows are bounded by u32");
+        let tracked = length(self.requests.len());
         self.managers
             .iter()
             .map(|manager| {

@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use crate::block_pool::BlockPool;
 use crate::caching::MergedBlockHashes;
-use crate::id::{BlockId, GroupId, RequestRow};
+use crate::id::{BlockId, GroupId, RequestRow, length};
 use crate::semantics::CommonPrefix;
 use crate::spec::{AttentionKind, KVCacheSpec};
 
@@ -118,7 +118,7 @@ impl SingleTypeKVCacheManager {
                 rswa::gap(prompt, total_computed, rswa_window, self.block_size)
             }),
         };
-        let high = high.min(u32::try_from(row.len()).expect("rows are bounded by u32"));
+        let high = high.min(length(row.len()));
         // What lies before a null was released by an earlier call: stop there.
         let live = (low..high)
             .rev()
@@ -207,12 +207,12 @@ impl SingleTypeKVCacheManager {
         demand: Demand,
     ) -> u32 {
         let total = demand.num_tokens.div_ceil(self.block_size);
-        let have = u32::try_from(state.row.len()).expect("rows are bounded by u32");
+        let have = length(state.row.len());
         if state.num_cached.is_some() {
             return total.saturating_sub(have);
         }
         let skipped = self.num_skipped_blocks(demand.total_computed);
-        let local = u32::try_from(hits.len()).expect("rows are bounded by u32") + have;
+        let local = length(hits.len()) + have;
         let fresh = total.saturating_sub(skipped.max(local));
         fresh
             + num_evictable(
@@ -278,5 +278,5 @@ pub(crate) fn num_evictable(pool: &BlockPool, blocks: &[BlockId]) -> u32 {
     let evictable = blocks
         .iter()
         .filter(|block| !block.is_null() && pool.ref_cnt(**block) == 0);
-    u32::try_from(evictable.count()).expect("rows are bounded by u32")
+    length(evictable.count())
 }

@@ -1,0 +1,71 @@
+//! Configurations small enough that schedules meet every limit.
+
+use super::WorldConfig;
+use crate::semantics::Semantics;
+use crate::spec::{AttentionKind, KVCacheGroupSpec, KVCacheManagerConfig};
+
+/// Tokens per block in most presets.
+const BLOCK_SIZE: u32 = 4;
+
+/// Longest request of the presets.
+const MAX_MODEL_LEN: u32 = 48;
+
+fn manager(num_blocks: u32, kind: AttentionKind, block_size: u32) -> KVCacheManagerConfig {
+    KVCacheManagerConfig {
+        groups: vec![KVCacheGroupSpec::new(kind, block_size)],
+        enable_kv_cache_events: true,
+        log_stats: true,
+        track_row_edits: true,
+        ..KVCacheManagerConfig::new(num_blocks, block_size, MAX_MODEL_LEN)
+    }
+}
+
+/// One configuration of every kind that decides differently.
+pub fn presets() -> Vec<WorldConfig> {
+    let full = manager(13, AttentionKind::FullAttention, BLOCK_SIZE);
+    let rswa = AttentionKind::RSWA { rswa_window: 6 };
+    let managers = [
+        full.clone(),
+        KVCacheManagerConfig {
+            semantics: Semantics::vllm_0_25_1(),
+            ..full.clone()
+        },
+        KVCacheManagerConfig {
+            watermark: 0.2,
+            use_eagle: true,
+            ..full.clone()
+        },
+        KVCacheManagerConfig {
+            enable_caching: false,
+            enable_kv_cache_events: false,
+            ..full.clone()
+        },
+        manager(17, rswa, BLOCK_SIZE),
+        manager(40, AttentionKind::FullAttention, 1),
+        KVCacheManagerConfig {
+            dcp_world_size: 2,
+            scheduler_block_size: 2 * BLOCK_SIZE,
+            hash_block_size: 2 * BLOCK_SIZE,
+            ..manager(9, AttentionKind::MLAAttention, BLOCK_SIZE)
+        },
+        // No usable block at all.
+        manager(1, AttentionKind::FullAttention, BLOCK_SIZE),
+        KVCacheManagerConfig {
+            groups: Vec::new(),
+            enable_caching: false,
+            enable_kv_cache_events: false,
+            ..full.clone()
+        },
+    ];
+    let pools = [Semantics::corrected(), Semantics::vllm_0_25_1()];
+    let pools = pools.map(|semantics| KVCacheManagerConfig {
+        semantics,
+        ..full.clone()
+    });
+    let with = |drives_pool| move |manager| WorldConfig { manager, drives_pool };
+    managers
+        .map(with(false))
+        .into_iter()
+        .chain(pools.map(with(true)))
+        .collect()
+}

@@ -1,0 +1,310 @@
+//! Blocks as Python sees them: one object a block and pool, snapshots of many, and the lease.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kvyard_core::{BlockId, BlockLease as CoreLease, KVCacheBlocks as CoreBlocks};
+use pyo3::exceptions::PyIndexError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList, PySlice, PyTuple};
+
+use crate::error::{DoubleFreeError, OrPython, invalid_argument};
+use crate::pool::BlockPool;
+use crate::shared::Shared;
+
+/// One block. Its fields are read from the pool at each access; there is one object a block.
+#[pyclass(frozen, module = "kvyard._kvyard")]
+#[derive(Debug)]
+pub(crate) struct KVCacheBlock {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) block: BlockId,
+}
+
+#[pymethods]
+impl KVCacheBlock {
+    /// Its position in the pool.
+    #[getter]
+    fn block_id(&self) -> u32 {
+        self.block.0
+    }
+
+    /// References to it now; 0 for the null block.
+    #[getter]
+    fn ref_cnt(&self, py: Python<'_>) -> PyResult<u32> {
+        self.shared.with(py, |core| core.pool().ref_cnt(self.block))
+    }
+
+    /// Its primary key now: the hash and the group id in four bytes; None while it has none.
+    #[getter]
+    fn block_hash<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let key = self.shared.with(py, |core| core.pool().block_key(self.block))?;
+        Ok(key.map(|key| {
+            let width = self.shared.hash_width();
+            PyBytes::new(py, &[&key.hash.0[..width], &key.group.0.to_be_bytes()[..]].concat())
+        }))
+    }
+
+    /// Prefix tokens that its primary key covers; None while it has none.
+    #[getter]
+    fn num_hash_tokens(&self, py: Python<'_>) -> PyResult<Option<u32>> {
+        let key = self.shared.with(py, |core| core.pool().block_key(self.block))?;
+        Ok(key.map(|key| key.covered_tokens))
+    }
+
+    /// Whether it is the null block.
+    #[getter]
+    fn is_null(&self) -> bool {
+        self.block.is_null()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("KVCacheBlock(block_id={})", self.block)
+    }
+}
+
+/// Blocks per group at one moment; never changes. What lookups and allocations return.
+#[pyclass(frozen, module = "kvyard._kvyard")]
+#[derive(Debug)]
+pub(crate) struct KVCacheBlocks {
+    pub(crate) core: CoreBlocks,
+    pub(crate) pool: Py<BlockPool>,
+}
+
+impl KVCacheBlocks {
+    fn group_ids(&self) -> impl Iterator<Item = &[BlockId]> {
+        (0..self.core.num_groups()).map(|group| self.core.blocks(group))
+    }
+}
+
+#[pymethods]
+impl KVCacheBlocks {
+    /// The blocks, a list a group.
+    #[getter]
+    fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let pool = self.pool.get();
+        let groups = self.group_ids().map(|ids| pool.block_list(py, ids));
+        PyTuple::new(py, groups.collect::<PyResult<Vec<_>>>()?)
+    }
+
+    /// The pool's epoch at that moment.
+    #[getter]
+    fn generation(&self) -> u64 {
+        self.core.epoch()
+    }
+
+    /// The ids, a list a group; None instead of nothing but empty groups, if that is allowed.
+    #[pyo3(signature = (allow_none = false))]
+    fn get_block_ids<'py>(
+        &self,
+        py: Python<'py>,
+        allow_none: bool,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        if allow_none && self.core.is_empty() {
+            return Ok(None);
+        }
+        id_lists(py, &self.core).map(Some)
+    }
+
+    /// Ids of the blocks without a key, for exactly one group.
+    fn get_unhashed_block_ids(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        if self.core.num_groups() != 1 {
+            return Err(invalid_argument(
+                "blocks",
+                format!("get_unhashed_block_ids needs one group, not {}", self.core.num_groups()),
+            ));
+        }
+        let ids = self.core.blocks(0);
+        self.pool.get().shared.with(py, |core| {
+            let prefix = core.pool().prefix_map();
+            ids.iter().filter(|block| !prefix.is_cached(**block)).map(|block| block.0).collect()
+        })
+    }
+
+    /// Ids of the blocks without a key, a list a group; null blocks are left out.
+    fn get_unhashed_block_ids_all_groups(&self, py: Python<'_>) -> PyResult<Vec<Vec<u32>>> {
+        self.pool.get().shared.with(py, |core| {
+            let prefix = core.pool().prefix_map();
+            let unhashed = |block: &&BlockId| !block.is_null() && !prefix.is_cached(**block);
+            self.group_ids()
+                .map(|ids| ids.iter().filter(unhashed).map(|block| block.0).collect())
+                .collect()
+        })
+    }
+
+    /// A new object without blocks, for as many groups.
+    fn new_empty(&self, py: Python<'_>) -> Self {
+        let core =
+            CoreBlocks::empty(self.core.num_groups(), self.core.pool(), self.core.epoch());
+        Self { core, pool: self.pool.clone_ref(py) }
+    }
+
+    fn __add__(&self, py: Python<'_>, other: &Self) -> PyResult<Self> {
+        let core = self.core.concat(&other.core).or_python()?;
+        Ok(Self { core, pool: self.pool.clone_ref(py) })
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| {
+            let other = &other.get().core;
+            self.core.pool() == other.pool()
+                && self.core.num_groups() == other.num_groups()
+                && self.group_ids().eq((0..other.num_groups()).map(|group| other.blocks(group)))
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        let groups: Vec<Vec<u32>> =
+            self.group_ids().map(|ids| ids.iter().map(|block| block.0).collect()).collect();
+        format!("KVCacheBlocks({groups:?})")
+    }
+}
+
+/// A tuple of id lists, one a group.
+pub(crate) fn id_lists<'py>(
+    py: Python<'py>,
+    blocks: &CoreBlocks,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let lists = (0..blocks.num_groups())
+        .map(|group| PyList::new(py, blocks.blocks(group).iter().map(|block| block.0)));
+    PyTuple::new(py, lists.collect::<PyResult<Vec<_>>>()?)
+}
+
+/// References outside the manager: the blocks of a popped request, held until they are given back,
+/// whole and once. A sequence of its blocks in table order, nulls included.
+#[pyclass(frozen, sequence, module = "kvyard._kvyard")]
+#[derive(Debug)]
+pub(crate) struct BlockLease {
+    pub(crate) lease: Mutex<Option<CoreLease>>,
+    ids: Vec<BlockId>,
+    ends: Vec<u32>,
+    pool: Py<BlockPool>,
+    request_id: String,
+}
+
+impl BlockLease {
+    pub(crate) fn new(lease: CoreLease, pool: Py<BlockPool>, request_id: String) -> Self {
+        Self {
+            ids: lease.ids().to_vec(),
+            ends: lease.group_ends().to_vec(),
+            lease: Mutex::new(Some(lease)),
+            pool,
+            request_id,
+        }
+    }
+
+    /// Takes the references out, for `work` to give back; they return here if that is refused.
+    pub(crate) fn release(
+        &self,
+        work: impl FnOnce(CoreLease) -> PyResult<Result<(), (kvyard_core::KVCacheError, CoreLease)>>,
+    ) -> PyResult<()> {
+        let mut slot = self.lease.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(lease) = slot.take() else {
+            return Err(DoubleFreeError::new_err(format!(
+                "the blocks popped from request {:?} were given back already; nothing was freed",
+                self.request_id
+            )));
+        };
+        work(lease)?.map_err(|(error, lease)| {
+            *slot = Some(lease);
+            crate::error::to_python(&error)
+        })
+    }
+}
+
+#[pymethods]
+impl BlockLease {
+    /// The request the blocks were popped from.
+    #[getter]
+    fn request_id(&self) -> &str {
+        &self.request_id
+    }
+
+    /// Whether the blocks were given back.
+    #[getter]
+    fn released(&self) -> bool {
+        self.lease.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
+    /// Where each group's blocks end.
+    #[getter]
+    fn group_bounds(&self) -> Vec<u32> {
+        self.ends.clone()
+    }
+
+    fn __len__(&self) -> usize {
+        self.ids.len()
+    }
+
+    fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        index_blocks(self.pool.get(), &self.ids, index)
+    }
+
+    fn __iter__(slf: &Bound<'_, Self>) -> BlockLeaseIterator {
+        BlockLeaseIterator { lease: slf.clone().unbind(), reversed: false, next: Mutex::new(0) }
+    }
+
+    fn __reversed__(slf: &Bound<'_, Self>) -> BlockLeaseIterator {
+        BlockLeaseIterator { lease: slf.clone().unbind(), reversed: true, next: Mutex::new(0) }
+    }
+
+    fn __eq__(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<bool> {
+        self.pool.get().block_list(py, &self.ids)?.eq(other)
+    }
+
+    fn __repr__(&self) -> String {
+        let ids: Vec<u32> = self.ids.iter().map(|block| block.0).collect();
+        format!("BlockLease({:?}, {ids:?})", self.request_id)
+    }
+}
+
+/// Walks a lease forwards or backwards, and still is the lease when it is given to `free_blocks`.
+#[pyclass(frozen, module = "kvyard._kvyard")]
+#[derive(Debug)]
+pub(crate) struct BlockLeaseIterator {
+    pub(crate) lease: Py<BlockLease>,
+    pub(crate) reversed: bool,
+    next: Mutex<usize>,
+}
+
+#[pymethods]
+impl BlockLeaseIterator {
+    fn __iter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let lease = self.lease.get();
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(last) = lease.ids.len().checked_sub(*next + 1) else { return Ok(None) };
+        let at = if self.reversed { last } else { *next };
+        *next += 1;
+        let block = lease.pool.get().block(py, lease.ids[at])?;
+        Ok(Some(block.into_bound(py).into_any()))
+    }
+
+    fn __length_hint__(&self) -> usize {
+        let next = *self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        self.lease.get().ids.len().saturating_sub(next)
+    }
+}
+
+/// `ids[index]` as a block, or as a list of blocks for a slice.
+pub(crate) fn index_blocks<'py>(
+    pool: &BlockPool,
+    ids: &[BlockId],
+    index: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = index.py();
+    if let Ok(slice) = index.cast::<PySlice>() {
+        let span = slice.indices(ids.len().cast_signed())?;
+        let picked: Vec<BlockId> = (0..span.slicelength)
+            .map(|at| ids[(span.start + at.cast_signed() * span.step).cast_unsigned()])
+            .collect();
+        return Ok(pool.block_list(py, &picked)?.into_any());
+    }
+    let index: isize = index.extract()?;
+    let at = if index < 0 { index + ids.len().cast_signed() } else { index };
+    match usize::try_from(at).ok().and_then(|at| ids.get(at)) {
+        Some(block) => Ok(pool.block(py, *block)?.into_bound(py).into_any()),
+        None => Err(PyIndexError::new_err("block index out of range")),
+    }
+}

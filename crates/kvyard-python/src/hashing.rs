@@ -1,0 +1,213 @@
+//! Hash functions and hashers.
+
+use std::sync::Arc;
+
+use kvyard_core::BlockHash;
+use kvyard_core::hashing::{BlockHasher as CoreHasher, ExtraKey, HashAlgorithm};
+use kvyard_core::semantics::HashDomains;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyInt, PyString, PyTuple};
+
+use crate::convert::{Identities, block_hash};
+use crate::error::{OrPython, invalid_argument};
+use crate::request::RequestArgument;
+use crate::semantics::Semantics;
+
+/// A block-hash function by vLLM's name: "sha256", "sha256_cbor", "xxhash" or "xxhash_cbor".
+#[pyclass(frozen, eq, hash, from_py_object, module = "kvyard._kvyard")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct HashFunction(pub(crate) HashAlgorithm);
+
+#[pymethods]
+impl HashFunction {
+    #[new]
+    fn new(name: &str) -> PyResult<Self> {
+        HashAlgorithm::from_name(name).map(Self).or_python()
+    }
+
+    /// Its name.
+    #[getter]
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    /// Bytes of a digest.
+    #[getter]
+    fn width(&self) -> usize {
+        self.0.width()
+    }
+
+    /// The digest of a str, or of a triple (parent hash, token ids, extra keys or None).
+    fn __call__<'py>(&self, value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+        let py = value.py();
+        if let Ok(text) = value.cast::<PyString>() {
+            let hash = self.0.hash_text(&text.to_cow()?);
+            return Ok(PyBytes::new(py, &hash.0[..self.0.width()]));
+        }
+        let (parent, tokens, extra_keys): (Bound<'py, PyBytes>, _, Option<Bound<'py, PyTuple>>) =
+            value.extract().map_err(|_| {
+                invalid_argument("value", "must be a str or a triple (bytes, token ids, extras)")
+            })?;
+        self.digest(py, parent.as_bytes(), &tokens, extra_keys.as_ref())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("HashFunction({:?})", self.0.name())
+    }
+}
+
+impl HashFunction {
+    fn digest<'py>(
+        self,
+        py: Python<'py>,
+        parent: &[u8],
+        tokens: &Bound<'py, PyAny>,
+        extra_keys: Option<&Bound<'py, PyTuple>>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let tokens = tokens
+            .try_iter()?
+            .map(|token| token?.extract())
+            .collect::<PyResult<Vec<i64>>>()
+            .map_err(|_| invalid_argument("token_ids", "must be ints of 64 bits"))?;
+        let extra_keys = extra_keys.map(extra_key_members).transpose()?.unwrap_or_default();
+        let parent = block_hash("parent_block_hash", parent)?;
+        let hash = kvyard_core::hashing::hash_block_tokens(
+            self.0,
+            HashDomains::Bare,
+            &parent,
+            &tokens,
+            &extra_keys,
+            &mut Vec::new(),
+        );
+        Ok(PyBytes::new(py, &hash.0[..self.0.width()]))
+    }
+}
+
+/// Extra keys as somebody else made them: texts, bytes, (identifier, offset) pairs.
+fn extra_key_members(members: &Bound<'_, PyTuple>) -> PyResult<Vec<ExtraKey>> {
+    let mut identities = Identities::default();
+    members
+        .iter()
+        .map(|member| {
+            if let Ok(text) = member.cast::<PyString>() {
+                return Ok(ExtraKey::CacheSalt(identities.text(text)?));
+            }
+            if let Ok(bytes) = member.cast::<PyBytes>() {
+                return Ok(ExtraKey::Bytes(Arc::from(bytes.as_bytes())));
+            }
+            let pair: Result<(Bound<'_, PyString>, Bound<'_, PyInt>), _> = member.extract();
+            let (identifier, offset) = pair.map_err(|_| {
+                invalid_argument(
+                    "extra_keys",
+                    format!("members must be str, bytes or (str, int), not {member}"),
+                )
+            })?;
+            let (identifier, offset) = (identities.text(&identifier)?, offset.extract()?);
+            Ok(ExtraKey::Media { identifier, offset })
+        })
+        .collect()
+}
+
+/// The hash of one block, from its parent's hash (or the root), its tokens and its extra keys.
+#[pyfunction]
+#[pyo3(signature = (hash_function, parent_block_hash, curr_block_token_ids, extra_keys = None, none_hash = None))]
+pub(crate) fn hash_block_tokens<'py>(
+    hash_function: HashFunction,
+    parent_block_hash: Option<&[u8]>,
+    curr_block_token_ids: &Bound<'py, PyAny>,
+    extra_keys: Option<&Bound<'py, PyTuple>>,
+    none_hash: Option<&[u8]>,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let parent = parent_block_hash.filter(|parent| !parent.is_empty()).or(none_hash);
+    let parent = parent.ok_or_else(|| {
+        invalid_argument("parent_block_hash", "is missing, and no none_hash was given")
+    })?;
+    hash_function.digest(curr_block_token_ids.py(), parent, curr_block_token_ids, extra_keys)
+}
+
+/// What hashes the blocks of requests: a function, the root of the chain, tokens per block.
+#[pyclass(frozen, module = "kvyard._kvyard")]
+#[derive(Debug)]
+pub(crate) struct BlockHasher(pub(crate) Arc<CoreHasher>);
+
+#[derive(FromPyObject)]
+enum FunctionOrName {
+    Function(HashFunction),
+    Name(String),
+}
+
+#[pymethods]
+impl BlockHasher {
+    #[new]
+    #[pyo3(signature = (hash_function, none_hash, hash_block_size, semantics = Semantics(kvyard_core::Semantics::corrected())))]
+    fn new(
+        hash_function: FunctionOrName,
+        none_hash: &[u8],
+        hash_block_size: i64,
+        semantics: Semantics,
+    ) -> PyResult<Self> {
+        let algorithm = match hash_function {
+            FunctionOrName::Function(function) => function.0,
+            FunctionOrName::Name(name) => HashAlgorithm::from_name(&name).or_python()?,
+        };
+        let size = crate::convert::count("hash_block_size", hash_block_size)?;
+        let none_hash = block_hash("none_hash", none_hash)?;
+        let hasher = CoreHasher::new(algorithm, none_hash, size, semantics.0).or_python()?;
+        Ok(Self(Arc::new(hasher)))
+    }
+
+    /// Its hash function.
+    #[getter]
+    fn hash_function(&self) -> HashFunction {
+        HashFunction(self.0.algorithm())
+    }
+
+    /// The root of the chain.
+    #[getter]
+    fn none_hash<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        let BlockHash(bytes) = self.0.none_hash();
+        let is_digest = bytes[self.0.algorithm().width()..].iter().all(|byte| *byte == 0);
+        let width = if is_digest { self.0.algorithm().width() } else { bytes.len() };
+        PyBytes::new(py, &bytes[..width])
+    }
+
+    /// Tokens per hash.
+    #[getter]
+    fn hash_block_size(&self) -> usize {
+        self.0.hash_block_size()
+    }
+
+    /// Whose decisions it follows.
+    #[getter]
+    fn semantics(&self) -> Semantics {
+        Semantics(self.0.semantics())
+    }
+
+    /// The hashes of the blocks that a request completed since its last hash. The request is not
+    /// changed. This is the contract of vLLM's block hashers.
+    fn __call__<'py>(
+        &self,
+        py: Python<'py>,
+        request: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let request = RequestArgument::with_content(request)?;
+        let hashes = request.with(|call, _| {
+            let mut hashes = call.block_hashes.to_vec();
+            let before = hashes.len();
+            if let Some(content) = call.content {
+                self.0.extend(content.token_ids, content.keys, &mut hashes);
+            }
+            hashes.split_off(before)
+        });
+        let width = self.0.algorithm().width();
+        Ok(hashes.iter().map(|hash| PyBytes::new(py, &hash.0[..width])).collect())
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "BlockHasher({:?}, hash_block_size={})",
+            self.0.algorithm().name(),
+            self.0.hash_block_size()
+        )
+    }
+}

@@ -1,0 +1,34 @@
+//! `kvyard._kvyard`: the core under vLLM's names. Arguments are converted before the manager's lock
+//! is taken and results after it is released, so nothing that can run Python happens inside.
+
+mod blocks;
+mod config;
+mod convert;
+mod error;
+mod events;
+mod hashing;
+mod manager;
+mod metrics;
+mod pool;
+mod request;
+mod semantics;
+mod shared;
+
+/// The compiled part of kvyard.
+#[pyo3::pymodule]
+mod _kvyard {
+    #[pymodule_export]
+    use crate::blocks::{BlockLease, BlockLeaseIterator, KVCacheBlock, KVCacheBlocks};
+    #[pymodule_export]
+    use crate::hashing::{BlockHasher, HashFunction, hash_block_tokens};
+    #[pymodule_export]
+    use crate::manager::{KVCacheManager, PrefixCacheStats};
+    #[pymodule_export]
+    use crate::metrics::{KVCacheEvictionEvent, KVCacheMetricsCollector};
+    #[pymodule_export]
+    use crate::pool::{BlockPool, CachedBlocks, FreeBlockQueue, PoolBlocks};
+    #[pymodule_export]
+    use crate::request::Request;
+    #[pymodule_export]
+    use crate::semantics::Semantics;
+}

@@ -1,0 +1,448 @@
+//! `kvyard.KVCacheManager`.
+
+use std::sync::Arc;
+
+use kvyard_core::stats::PrefixCacheStats as CoreStats;
+use kvyard_core::{
+    AllocateSlots, AttentionKind, BlockId, KVCacheBlocks as CoreBlocks,
+    KVCacheManager as CoreManager, KVCacheManagerConfig,
+};
+use pyo3::prelude::*;
+use pyo3::types::{PyString, PyTuple};
+
+use crate::blocks::{BlockLease, KVCacheBlocks, id_lists};
+use crate::config::{groups, positive, positive_number};
+use crate::convert::count;
+use crate::error::OrPython;
+use crate::events::{take_events, use_int_block_hashes};
+use crate::metrics::KVCacheMetricsCollector;
+use crate::pool::{BlockPool, evicted_ids, state_digest, validate};
+use crate::request::RequestArgument;
+use crate::semantics::Semantics;
+use crate::shared::{Core, Shared};
+
+/// Prefix-cache statistics since they were last taken, in tokens.
+#[pyclass(frozen, get_all, eq, module = "kvyard._kvyard")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PrefixCacheStats {
+    /// The cache was reset in between.
+    reset: bool,
+    /// Lookups of requests that were never preempted.
+    requests: u64,
+    /// Tokens of those requests.
+    queries: u64,
+    /// How many of those tokens were found.
+    hits: u64,
+    /// Lookups of requests that were preempted before.
+    preempted_requests: u64,
+    /// Tokens of those requests.
+    preempted_queries: u64,
+    /// How many of those tokens were found.
+    preempted_hits: u64,
+}
+
+impl From<&CoreStats> for PrefixCacheStats {
+    fn from(stats: &CoreStats) -> Self {
+        Self {
+            reset: stats.reset,
+            requests: stats.requests,
+            queries: stats.queries,
+            hits: stats.hits,
+            preempted_requests: stats.preempted_requests,
+            preempted_queries: stats.preempted_queries,
+            preempted_hits: stats.preempted_hits,
+        }
+    }
+}
+
+#[pymethods]
+impl PrefixCacheStats {
+    fn __repr__(&self) -> String {
+        format!("{self:?}").replace(": ", "=").replace(" { ", "(").replace(" }", ")")
+    }
+}
+
+/// The KV-cache manager that a scheduler talks to.
+#[pyclass(frozen, module = "kvyard._kvyard")]
+#[derive(Debug)]
+pub(crate) struct KVCacheManager {
+    shared: Arc<Shared>,
+    /// Its blocks.
+    #[pyo3(get)]
+    block_pool: Py<BlockPool>,
+    /// The one object that stands for no blocks in every group.
+    #[pyo3(get)]
+    empty_kv_cache_blocks: Py<KVCacheBlocks>,
+    /// The configuration it was made from.
+    #[pyo3(get)]
+    kv_cache_config: Py<PyAny>,
+    #[pyo3(get)]
+    enable_caching: bool,
+    #[pyo3(get)]
+    log_stats: bool,
+    #[pyo3(get)]
+    max_model_len: u32,
+    #[pyo3(get)]
+    num_kv_cache_groups: usize,
+    #[pyo3(get)]
+    watermark_blocks: u32,
+    kinds: Vec<AttentionKind>,
+    use_int_block_hashes: bool,
+}
+
+impl KVCacheManager {
+    /// A snapshot as an object; nothing is always the same object.
+    fn wrap(&self, py: Python<'_>, core: CoreBlocks) -> PyResult<Py<KVCacheBlocks>> {
+        if core.is_empty() {
+            return Ok(self.empty_kv_cache_blocks.clone_ref(py));
+        }
+        Py::new(py, KVCacheBlocks { core, pool: self.block_pool.clone_ref(py) })
+    }
+
+    fn with<R>(&self, py: Python<'_>, work: impl FnOnce(&mut CoreManager) -> R) -> PyResult<R> {
+        self.shared.with(py, |core| work(core.manager()))
+    }
+
+    /// The hits of a call; the empty object is no hit at all.
+    fn hits<'a>(&self, blocks: Option<&'a Bound<'_, KVCacheBlocks>>) -> Option<&'a CoreBlocks> {
+        blocks.map(|blocks| &blocks.get().core).filter(|blocks| !blocks.is_empty())
+    }
+}
+
+#[pymethods]
+impl KVCacheManager {
+    #[new]
+    #[pyo3(signature = (
+        kv_cache_config, max_model_len, scheduler_block_size = None, hash_block_size = None,
+        max_num_batched_tokens = None, enable_caching = true, use_eagle = false,
+        log_stats = false, enable_kv_cache_events = false, dcp_world_size = 1,
+        pcp_world_size = 1, metrics_collector = None, watermark = 0.0,
+        semantics = Semantics(kvyard_core::Semantics::corrected()), track_new_blocks = true
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's KVCacheManager")]
+    #[expect(clippy::fn_params_excessive_bools, reason = "the signature of vLLM's KVCacheManager")]
+    fn new(
+        py: Python<'_>,
+        kv_cache_config: Bound<'_, PyAny>,
+        max_model_len: &Bound<'_, PyAny>,
+        scheduler_block_size: Option<&Bound<'_, PyAny>>,
+        hash_block_size: Option<&Bound<'_, PyAny>>,
+        max_num_batched_tokens: Option<&Bound<'_, PyAny>>,
+        enable_caching: bool,
+        use_eagle: bool,
+        log_stats: bool,
+        enable_kv_cache_events: bool,
+        dcp_world_size: i64,
+        pcp_world_size: i64,
+        metrics_collector: Option<Py<KVCacheMetricsCollector>>,
+        watermark: f64,
+        semantics: Semantics,
+        track_new_blocks: bool,
+    ) -> PyResult<Self> {
+        let groups = groups(&kv_cache_config)?;
+        let dcp_world_size = positive_number("dcp_world_size", dcp_world_size)?;
+        let pcp_world_size = positive_number("pcp_world_size", pcp_world_size)?;
+        let max_model_len = positive("max_model_len", max_model_len)?;
+        // One group's block size is the only one that fits; without groups any does.
+        let ranks = dcp_world_size.saturating_mul(pcp_world_size);
+        let default_size =
+            groups.first().map_or(1, |group| group.spec.block_size.saturating_mul(ranks));
+        let size = |field: &str, value: Option<&Bound<'_, PyAny>>| match value {
+            Some(value) => positive(field, value),
+            None => Ok(default_size),
+        };
+        let kinds: Vec<AttentionKind> = groups.iter().map(|group| group.spec.kind).collect();
+        let config = KVCacheManagerConfig {
+            num_blocks: positive("num_blocks", &kv_cache_config.getattr("num_blocks")?)?,
+            groups,
+            max_model_len,
+            scheduler_block_size: size("scheduler_block_size", scheduler_block_size)?,
+            hash_block_size: size("hash_block_size", hash_block_size)?,
+            max_num_batched_tokens: match max_num_batched_tokens {
+                Some(tokens) => positive("max_num_batched_tokens", tokens)?,
+                None => max_model_len,
+            },
+            enable_caching,
+            use_eagle,
+            log_stats,
+            enable_kv_cache_events,
+            dcp_world_size,
+            pcp_world_size,
+            watermark,
+            track_new_blocks,
+            track_row_edits: false,
+            semantics: semantics.0,
+        };
+        let residency = metrics_collector.as_ref().map(|metrics| metrics.get().start());
+        let residency = residency.transpose()?;
+        let has_residency = residency.is_some();
+        let core = CoreManager::new(config, residency).or_python()?;
+        let (empty, watermark_blocks) = (core.empty_kv_cache_blocks(), core.watermark_blocks());
+        let shared = Arc::new(Shared::new(Core::Manager(core), has_residency));
+        let block_pool = Py::new(py, BlockPool::over(shared.clone(), metrics_collector))?;
+        let empty = KVCacheBlocks { core: empty, pool: block_pool.clone_ref(py) };
+        Ok(Self {
+            shared,
+            block_pool,
+            empty_kv_cache_blocks: Py::new(py, empty)?,
+            kv_cache_config: kv_cache_config.unbind(),
+            enable_caching,
+            log_stats,
+            max_model_len,
+            num_kv_cache_groups: kinds.len(),
+            watermark_blocks,
+            kinds,
+            use_int_block_hashes: use_int_block_hashes(),
+        })
+    }
+
+    /// Share of the blocks in use, 0 to 1.
+    #[getter]
+    fn usage(&self, py: Python<'_>) -> PyResult<f64> {
+        self.with(py, |manager| manager.usage())
+    }
+
+    /// Whose decisions it follows.
+    #[getter]
+    fn semantics(&self) -> Semantics {
+        Semantics(self.shared.semantics)
+    }
+
+    /// Statistics so far; None unless they are kept.
+    #[getter]
+    fn prefix_cache_stats(&self, py: Python<'_>) -> PyResult<Option<PrefixCacheStats>> {
+        self.with(py, |manager| manager.prefix_cache_stats().map(Into::into))
+    }
+
+    /// Statistics since the last call; None unless they are kept.
+    fn make_prefix_cache_stats(&self, py: Python<'_>) -> PyResult<Option<PrefixCacheStats>> {
+        self.with(py, |manager| manager.make_prefix_cache_stats().as_ref().map(Into::into))
+    }
+
+    /// The longest cached prefix of a request, and its length in tokens. Nothing is pinned.
+    fn get_computed_blocks(
+        &self,
+        request: &Bound<'_, PyAny>,
+    ) -> PyResult<(Py<KVCacheBlocks>, u32)> {
+        let py = request.py();
+        let hit = RequestArgument::new(request, &self.shared)?
+            .with(|call, _| self.with(py, |manager| manager.get_computed_blocks(call)))?;
+        Ok((self.wrap(py, hit.blocks)?, hit.num_tokens))
+    }
+
+    /// Blocks for a request's next tokens: the newly allocated ones, or None if they do not fit.
+    #[pyo3(signature = (
+        request, num_new_tokens, num_new_computed_tokens = 0, new_computed_blocks = None,
+        num_lookahead_tokens = 0, num_external_computed_tokens = 0, delay_cache_blocks = false,
+        num_encoder_tokens = 0, full_sequence_must_fit = false, reserved_blocks = 0,
+        has_scheduled_reqs = true, num_in_flight_tokens = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's allocate_slots")]
+    #[expect(clippy::fn_params_excessive_bools, reason = "the signature of vLLM's allocate_slots")]
+    fn allocate_slots(
+        &self,
+        request: &Bound<'_, PyAny>,
+        num_new_tokens: i64,
+        num_new_computed_tokens: i64,
+        new_computed_blocks: Option<&Bound<'_, KVCacheBlocks>>,
+        num_lookahead_tokens: i64,
+        num_external_computed_tokens: i64,
+        delay_cache_blocks: bool,
+        num_encoder_tokens: i64,
+        full_sequence_must_fit: bool,
+        reserved_blocks: i64,
+        has_scheduled_reqs: bool,
+        num_in_flight_tokens: Option<i64>,
+    ) -> PyResult<Option<Py<KVCacheBlocks>>> {
+        let py = request.py();
+        let num_new_tokens = count("num_new_tokens", num_new_tokens)?;
+        let num_new_computed_tokens = count("num_new_computed_tokens", num_new_computed_tokens)?;
+        let num_lookahead_tokens = count("num_lookahead_tokens", num_lookahead_tokens)?;
+        let num_external_computed_tokens =
+            count("num_external_computed_tokens", num_external_computed_tokens)?;
+        // No group of this version stores encoder tokens.
+        count("num_encoder_tokens", num_encoder_tokens)?;
+        let reserved_blocks = count("reserved_blocks", reserved_blocks)?;
+        let in_flight =
+            num_in_flight_tokens.map(|tokens| count("num_in_flight_tokens", tokens)).transpose()?;
+        let request = RequestArgument::new(request, &self.shared)?;
+        let (blocks, row) = request.with(|call, row_hint| {
+            let mut call = *call;
+            if let Some(tokens) = in_flight {
+                call.view.num_in_flight_tokens = tokens;
+            }
+            let slots = AllocateSlots {
+                request: &call,
+                row_hint,
+                num_new_tokens,
+                num_new_computed_tokens,
+                new_computed_blocks: self.hits(new_computed_blocks),
+                num_lookahead_tokens,
+                num_external_computed_tokens,
+                delay_cache_blocks,
+                full_sequence_must_fit,
+                reserved_blocks,
+                has_scheduled_reqs,
+            };
+            self.shared.try_with(py, |core| {
+                let manager = core.manager();
+                let blocks = manager.allocate_slots(&slots)?;
+                let row = match row_hint {
+                    Some(row) => Some(row),
+                    None => manager.request_row(call.request_id),
+                };
+                Ok((blocks, row))
+            })
+        })?;
+        request.set_row_hint(row);
+        blocks.map(|blocks| self.wrap(py, blocks)).transpose()
+    }
+
+    /// Gives up a request: its blocks go back, tail first. An unknown request is none.
+    fn free(&self, request: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = request.py();
+        RequestArgument::name(request)?
+            .with(|name, row| self.with(py, |manager| manager.free(name, row)))
+    }
+
+    /// Gives up a request and keeps its blocks held until the lease is given back.
+    fn pop_blocks_for_free(&self, request: &Bound<'_, PyAny>) -> PyResult<BlockLease> {
+        let py = request.py();
+        let named = RequestArgument::name(request)?;
+        let (lease, name) = named.with(|name, row| {
+            let lease = self.with(py, |manager| manager.pop_blocks_for_free(name, row));
+            (lease, name.to_owned())
+        });
+        Ok(BlockLease::new(lease?, self.block_pool.clone_ref(py), name))
+    }
+
+    /// Gives popped blocks back, in the order that the semantics say.
+    fn free_popped(&self, lease: &Bound<'_, BlockLease>) -> PyResult<()> {
+        let py = lease.py();
+        lease.get().release(|lease| self.with(py, |manager| manager.free_popped(lease)))
+    }
+
+    /// Releases the blocks that no later token of a request will read.
+    #[pyo3(signature = (request_id, total_computed_tokens, num_prompt_tokens = None))]
+    fn remove_skipped_blocks(
+        &self,
+        py: Python<'_>,
+        request_id: &str,
+        total_computed_tokens: i64,
+        num_prompt_tokens: Option<i64>,
+    ) -> PyResult<()> {
+        let computed = count("total_computed_tokens", total_computed_tokens)?;
+        let prompt =
+            num_prompt_tokens.map(|tokens| count("num_prompt_tokens", tokens)).transpose()?;
+        self.with(py, |manager| manager.remove_skipped_blocks(request_id, None, computed, prompt))
+    }
+
+    /// Takes all keys from blocks, in the order of the ids; references stay.
+    fn evict_blocks(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let ids = evicted_ids(block_ids)?;
+        self.shared.try_with(block_ids.py(), |core| core.pool_mut().evict_blocks(&ids))
+    }
+
+    /// Offers the blocks that a request's first tokens fill to the prefix cache.
+    fn cache_blocks(&self, request: &Bound<'_, PyAny>, num_computed_tokens: i64) -> PyResult<()> {
+        let py = request.py();
+        let computed = count("num_computed_tokens", num_computed_tokens)?;
+        RequestArgument::new(request, &self.shared)?.with(|call, row| {
+            self.shared.try_with(py, |core| core.manager().cache_blocks(call, row, computed))
+        })
+    }
+
+    /// Forgets the prefix cache, if no block is held. Whether it did.
+    fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<bool> {
+        self.shared.try_with(py, |core| core.manager().reset_prefix_cache())
+    }
+
+    /// A list a group: how many leading blocks of a request all tracked requests share.
+    fn get_num_common_prefix_blocks(
+        &self,
+        py: Python<'_>,
+        running_request_id: &str,
+    ) -> PyResult<Vec<usize>> {
+        self.with(py, |manager| {
+            manager.get_num_common_prefix_blocks(running_request_id).to_vec()
+        })
+    }
+
+    /// The changes of the prefix cache since the last call, oldest first.
+    fn take_events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
+        take_events(py, &self.shared, &self.kinds, self.use_int_block_hashes)
+    }
+
+    /// A snapshot of a request's blocks.
+    fn get_blocks(&self, py: Python<'_>, request_id: &str) -> PyResult<Py<KVCacheBlocks>> {
+        let blocks = self.with(py, |manager| manager.get_blocks(request_id, None))?;
+        self.wrap(py, blocks)
+    }
+
+    /// The ids of a request's blocks, a list a group.
+    fn get_block_ids<'py>(
+        &self,
+        py: Python<'py>,
+        request_id: &str,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let blocks = self.with(py, |manager| manager.get_blocks(request_id, None))?;
+        id_lists(py, &blocks)
+    }
+
+    /// The ids of the blocks that a request's first tokens fill, a list a group.
+    fn get_block_ids_for_computed_tokens<'py>(
+        &self,
+        py: Python<'py>,
+        request_id: &str,
+        num_computed_tokens: i64,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let computed = count("num_computed_tokens", num_computed_tokens)?;
+        let blocks = self.with(py, |manager| {
+            manager.get_blocks_for_computed_tokens(request_id, None, computed)
+        })?;
+        id_lists(py, &blocks)
+    }
+
+    /// Ids newly allocated since the last call, in group order.
+    fn take_new_block_ids(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        let ids = self.with(py, CoreManager::take_new_block_ids)?;
+        Ok(ids.into_iter().map(|block| block.0).collect())
+    }
+
+    /// A new step begins. No group of this version keeps anything for a step.
+    #[expect(clippy::unused_self, reason = "a method of vLLM's manager")]
+    fn new_step_starts(&self) {}
+
+    /// A snapshot of the given blocks, one iterable a group; the empty object for no blocks at all.
+    fn create_kv_cache_blocks(&self, blocks: &Bound<'_, PyAny>) -> PyResult<Py<KVCacheBlocks>> {
+        let py = blocks.py();
+        let pool = self.block_pool.get();
+        let groups: Vec<Vec<BlockId>> = blocks
+            .try_iter()?
+            .map(|group| group?.try_iter()?.map(|block| pool.block_id(&block?)).collect())
+            .collect::<PyResult<_>>()?;
+        let epoch = self.with(py, |manager| manager.pool().epoch())?;
+        let groups = groups.iter().map(Vec::as_slice);
+        self.wrap(py, CoreBlocks::from_groups(groups, self.shared.pool_id, epoch))
+    }
+
+    /// Checks every invariant; AssertionError names the one that does not hold.
+    fn validate(&self, py: Python<'_>) -> PyResult<()> {
+        validate(py, &self.shared)
+    }
+
+    /// A fingerprint of the whole state.
+    fn state_digest(&self, py: Python<'_>) -> PyResult<String> {
+        state_digest(py, &self.shared)
+    }
+
+    fn __repr__<'py>(&self, py: Python<'py>) -> Bound<'py, PyString> {
+        PyString::new(
+            py,
+            &format!(
+                "KVCacheManager(num_blocks={}, groups={}, max_model_len={})",
+                self.shared.num_blocks, self.num_kv_cache_groups, self.max_model_len
+            ),
+        )
+    }
+}
