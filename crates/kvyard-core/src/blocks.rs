@@ -27,12 +27,7 @@ pub struct KVCacheBlocks {
 impl KVCacheBlocks {
     /// No blocks, for `num_groups` groups.
     pub fn empty(num_groups: usize, pool: u64, epoch: u64) -> Self {
-        Self {
-            ids: BlockIds::new(),
-            ends: smallvec![0; num_groups],
-            pool,
-            epoch,
-        }
+        Self { ids: BlockIds::new(), ends: smallvec![0; num_groups], pool, epoch }
     }
 
     /// From the ids of each group.
@@ -41,12 +36,7 @@ impl KVCacheBlocks {
         pool: u64,
         epoch: u64,
     ) -> Self {
-        let mut blocks = Self {
-            ids: BlockIds::new(),
-            ends: GroupEnds::new(),
-            pool,
-            epoch,
-        };
+        let mut blocks = Self { ids: BlockIds::new(), ends: GroupEnds::new(), pool, epoch };
         for group in groups {
             blocks.push_group(group);
         }
@@ -55,21 +45,11 @@ impl KVCacheBlocks {
 
     pub(crate) fn from_single_group(ids: Vec<BlockId>, pool: u64, epoch: u64) -> Self {
         let end = length(ids.len());
-        Self {
-            ids: ids.into(),
-            ends: smallvec![end],
-            pool,
-            epoch,
-        }
+        Self { ids: ids.into(), ends: smallvec![end], pool, epoch }
     }
 
     pub(crate) fn builder(pool: u64, epoch: u64) -> Self {
-        Self {
-            ids: BlockIds::new(),
-            ends: GroupEnds::new(),
-            pool,
-            epoch,
-        }
+        Self { ids: BlockIds::new(), ends: GroupEnds::new(), pool, epoch }
     }
 
     pub(crate) fn push_group(&mut self, group: &[BlockId]) {
@@ -87,11 +67,7 @@ impl KVCacheBlocks {
     /// # Panics
     /// If there is no such group.
     pub fn blocks(&self, group: usize) -> &[BlockId] {
-        let start = if group == 0 {
-            0
-        } else {
-            self.ends[group - 1] as usize
-        };
+        let start = if group == 0 { 0 } else { self.ends[group - 1] as usize };
         &self.ids[start..self.ends[group] as usize]
     }
 

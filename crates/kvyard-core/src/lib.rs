@@ -44,6 +44,9 @@ pub mod single_type;
 
 pub mod manager;
 
+#[cfg(feature = "testing")]
+pub mod op;
+
 pub use block_hash::BlockHash;
 pub use block_pool::{BlockPool, BlockPoolConfig};
 pub use blocks::{BlockLease, KVCacheBlocks};

@@ -7,6 +7,7 @@
 
 mod audit;
 mod misuse;
+mod pool;
 mod presets;
 mod world;
 

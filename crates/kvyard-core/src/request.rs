@@ -112,15 +112,10 @@ impl Request {
             self.token_ids.extend_from_slice(tokens);
             return 0;
         };
-        let size = hasher.hash_block_size();
-        let mut rest = tokens;
-        while !rest.is_empty() {
-            // A hash is due only at the end of a block.
-            let room = size - self.token_ids.len() % size;
-            let (now, later) = rest.split_at(room.min(rest.len()));
-            self.token_ids.extend_from_slice(now);
+        // As many tokens complete at most one block.
+        for tokens in tokens.chunks(hasher.hash_block_size()) {
+            self.token_ids.extend_from_slice(tokens);
             hasher.extend(&self.token_ids, &self.keys, &mut self.block_hashes);
-            rest = later;
         }
         self.block_hashes.len() - before
     }
@@ -136,21 +131,14 @@ impl Request {
         if num_tokens > self.token_ids.len() {
             return Err(KVCacheError::argument(
                 "num_tokens",
-                format!(
-                    "cannot keep {num_tokens} of {} tokens",
-                    self.token_ids.len()
-                ),
+                format!("cannot keep {num_tokens} of {} tokens", self.token_ids.len()),
             ));
         }
         self.token_ids.truncate(num_tokens);
         if let Some(hasher) = &self.hasher {
-            self.block_hashes
-                .truncate(num_tokens / hasher.hash_block_size());
+            self.block_hashes.truncate(num_tokens / hasher.hash_block_size());
         }
-        let kept = self
-            .keys
-            .media()
-            .partition_point(|item| (item.offset as usize) < num_tokens);
+        let kept = self.keys.media().partition_point(|item| (item.offset as usize) < num_tokens);
         if kept < self.keys.media().len() {
             self.keys = Arc::new(self.keys.with_media(self.keys.media()[..kept].to_vec())?);
         }
@@ -162,8 +150,9 @@ impl Request {
 
     /// The next input of a streaming session (vLLM: `_update_request_as_session`,
     /// `v1/core/sched/scheduler.py`): outputs become part of the prompt, `tokens` follow them. The
-    /// offsets of `media` count from the first of the new tokens. Returns how many block hashes came
-    /// with them.
+    /// offsets of `media` count from the first of the new tokens, and the identities of its texts go
+    /// on where those of the request end ([`ExtraKeySource::texts`]). Returns how many block hashes
+    /// came with them.
     ///
     /// vLLM first drops the last sampled token, which has no keys and values yet: call
     /// [`truncate`](Self::truncate) with the number of computed tokens.

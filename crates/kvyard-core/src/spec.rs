@@ -56,19 +56,13 @@ pub struct KVCacheGroupSpec {
 impl KVCacheGroupSpec {
     /// A group of no draft layers.
     pub fn new(kind: AttentionKind, block_size: u32) -> Self {
-        Self {
-            spec: KVCacheSpec { kind, block_size },
-            is_eagle_group: false,
-        }
+        Self { spec: KVCacheSpec { kind, block_size }, is_eagle_group: false }
     }
 }
 
 /// Arguments of a manager; the names are those of vLLM's `KVCacheManager`.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(
-    clippy::struct_excessive_bools,
-    reason = "the arguments of vLLM's KVCacheManager"
-)]
+#[expect(clippy::struct_excessive_bools, reason = "the arguments of vLLM's KVCacheManager")]
 pub struct KVCacheManagerConfig {
     /// All blocks, the null block included.
     pub num_blocks: u32,
@@ -110,10 +104,7 @@ impl KVCacheManagerConfig {
     pub fn new(num_blocks: u32, block_size: u32, max_model_len: u32) -> Self {
         Self {
             num_blocks,
-            groups: vec![KVCacheGroupSpec::new(
-                AttentionKind::FullAttention,
-                block_size,
-            )],
+            groups: vec![KVCacheGroupSpec::new(AttentionKind::FullAttention, block_size)],
             max_model_len,
             scheduler_block_size: block_size,
             hash_block_size: block_size,
@@ -164,18 +155,10 @@ impl KVCacheManagerConfig {
             let reason = format!("must be a number of at least 0, not {}", self.watermark);
             return Err(KVCacheError::config("watermark", reason));
         }
-        if self
-            .dcp_world_size
-            .checked_mul(self.pcp_world_size)
-            .is_none_or(|size| size > 1 << 16)
-        {
+        if self.dcp_world_size.checked_mul(self.pcp_world_size).is_none_or(|size| size > 1 << 16) {
             return Err(KVCacheError::config("dcp_world_size", "too many ranks"));
         }
-        multiple(
-            "scheduler_block_size",
-            self.scheduler_block_size,
-            self.hash_block_size,
-        )?;
+        multiple("scheduler_block_size", self.scheduler_block_size, self.hash_block_size)?;
         for group in &self.groups {
             self.check_group(group)?;
         }
@@ -185,26 +168,12 @@ impl KVCacheManagerConfig {
     fn check_group(&self, group: &KVCacheGroupSpec) -> Result<()> {
         let spec = &group.spec;
         if spec.block_size == 0 {
-            return Err(KVCacheError::config(
-                "block_size",
-                "must be at least 1, not 0",
-            ));
+            return Err(KVCacheError::config("block_size", "must be at least 1, not 0"));
         }
-        if spec
-            .block_size
-            .checked_mul(self.context_parallel_size())
-            .is_none()
-        {
-            return Err(KVCacheError::config(
-                "block_size",
-                "does not fit in 32 bits",
-            ));
+        if spec.block_size.checked_mul(self.context_parallel_size()).is_none() {
+            return Err(KVCacheError::config("block_size", "does not fit in 32 bits"));
         }
-        multiple(
-            "scheduler_block_size",
-            self.scheduler_block_size,
-            spec.block_size,
-        )
+        multiple("scheduler_block_size", self.scheduler_block_size, spec.block_size)
     }
 
     fn check_coordinator(&self) -> Result<()> {
@@ -240,8 +209,5 @@ fn multiple(field: &'static str, value: u32, of: u32) -> Result<()> {
     if value.is_multiple_of(of) {
         return Ok(());
     }
-    Err(KVCacheError::config(
-        field,
-        format!("{value} is no multiple of {of}"),
-    ))
+    Err(KVCacheError::config(field, format!("{value} is no multiple of {of}")))
 }

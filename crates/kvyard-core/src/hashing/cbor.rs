@@ -64,6 +64,7 @@ fn parent_start(parent_len: usize) -> usize {
 impl Serialisation for Cbor {
     type Encoder<'a> = CborEncoder<'a>;
 
+    /// Only so that the buffer's length can be computed.
     const PLAIN_TOKENS_MAX: usize = usize::MAX / (2 * INTEGER_BYTES_MAX);
 
     fn encoder(out: &mut Vec<u8>) -> CborEncoder<'_> {
@@ -101,8 +102,7 @@ impl CborEncoder<'_> {
     /// The members of an array of ints.
     fn integers_alone<T: Copy + Into<i64>>(&mut self, values: &[T]) {
         let mut at = self.out.len();
-        self.out
-            .resize(at + values.len() * INTEGER_BYTES_MAX + STORE_BYTES, 0);
+        self.out.resize(at + values.len() * INTEGER_BYTES_MAX + STORE_BYTES, 0);
         for &value in values {
             at = write_integer(self.out, at, value.into());
         }

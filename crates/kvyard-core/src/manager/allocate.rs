@@ -61,8 +61,7 @@ impl<'a> AllocateSlots<'a> {
     }
 
     fn hits(&self, group: usize) -> &'a [BlockId] {
-        self.new_computed_blocks
-            .map_or(&[], |blocks| blocks.blocks(group))
+        self.new_computed_blocks.map_or(&[], |blocks| blocks.blocks(group))
     }
 }
 
@@ -140,9 +139,7 @@ impl KVCacheManager {
         let tracked = self.is_running(row);
         let attaches_hits = !tracked
             && (call.num_external_computed_tokens > 0
-                || call
-                    .new_computed_blocks
-                    .is_some_and(|blocks| !blocks.is_empty()));
+                || call.new_computed_blocks.is_some_and(|blocks| !blocks.is_empty()));
         self.check_call(call, row, tracked, attaches_hits)?;
         let mut plan = AllocatePlan {
             call: *call,
@@ -151,31 +148,22 @@ impl KVCacheManager {
             attaches_hits,
             groups: SmallVec::new(),
         };
-        let waiting = matches!(
-            request.view.status,
-            RequestStatus::Waiting | RequestStatus::Preempted
-        );
-        let watermark = if call.has_scheduled_reqs && waiting {
-            self.watermark_blocks
-        } else {
-            0
-        };
+        let waiting =
+            matches!(request.view.status, RequestStatus::Waiting | RequestStatus::Preempted);
+        let watermark = if call.has_scheduled_reqs && waiting { self.watermark_blocks } else { 0 };
         let alone = self.semantics_lookahead_alone(call, row);
         let mut tokens = self.tokens(call, call.num_lookahead_tokens);
         if alone {
             self.drop_lookahead_that_cannot_fit(call, row, &mut tokens);
         }
         if call.full_sequence_must_fit && !self.whole_sequence_fits(call, row, &tokens, watermark) {
-            plan.groups
-                .resize_with(self.managers.len(), GroupPlan::default);
+            plan.groups.resize_with(self.managers.len(), GroupPlan::default);
             return Ok(plan);
         }
         let freed = self.plan_release(call, row, &tokens, &mut plan.groups);
         let free = self.pool.num_free_blocks() as u64 + freed;
-        let demand = Demand {
-            num_tokens: tokens.slots,
-            total_computed: tokens.local + tokens.external,
-        };
+        let demand =
+            Demand { num_tokens: tokens.slots, total_computed: tokens.local + tokens.external };
         let predicted = self.num_blocks_to_allocate(call, row, demand);
         let available = free.saturating_sub(u64::from(call.reserved_blocks));
         if predicted + u64::from(watermark) > available {
@@ -212,9 +200,7 @@ impl KVCacheManager {
             appended += row_blocks;
             taken += new_blocks;
             new_keys += group.cached.len();
-            events += self
-                .pool
-                .events_of_stores(group.cached.len(), manager.block_size());
+            events += self.pool.events_of_stores(group.cached.len(), manager.block_size());
         }
         events += self.pool.events_of_evictions(taken);
         self.tables.reserve_edits(appended)?;
@@ -223,19 +209,12 @@ impl KVCacheManager {
 
     /// Carries the plan out.
     pub fn apply_allocate_slots(&mut self, plan: AllocatePlan<'_>) -> Option<KVCacheBlocks> {
-        let AllocatePlan {
-            call,
-            row,
-            admitted,
-            attaches_hits,
-            groups,
-        } = plan;
+        let AllocatePlan { call, row, admitted, attaches_hits, groups } = plan;
         if let Some(row) = row {
             for (manager, group) in self.managers.iter().zip(&groups) {
                 if !group.released.is_empty() {
                     let nulled =
-                        self.tables
-                            .null_range(row, manager.group(), group.released.clone());
+                        self.tables.null_range(row, manager.group(), group.released.clone());
                     self.pool.release_from_row(nulled);
                 }
             }
@@ -269,9 +248,7 @@ impl KVCacheManager {
     /// its first block filled.
     fn is_running(&self, row: Option<RequestRow>) -> bool {
         row.is_some_and(|row| {
-            self.managers
-                .iter()
-                .any(|manager| manager.num_cached_block(row).is_some())
+            self.managers.iter().any(|manager| manager.num_cached_block(row).is_some())
         })
     }
 
@@ -281,13 +258,7 @@ impl KVCacheManager {
         let total = (local + external).min(self.config.max_model_len);
         let main = total + call.num_new_tokens;
         let slots = (main + num_lookahead_tokens).min(self.config.max_model_len);
-        Tokens {
-            total,
-            main,
-            slots,
-            local,
-            external,
-        }
+        Tokens { total, main, slots, local, external }
     }
 
     /// Whether look-ahead may be given up for this call, because no other block is held: refusing it
@@ -376,10 +347,7 @@ impl KVCacheManager {
                 .iter()
                 .filter(|block| self.pool.ref_cnt(**block) == 1);
             freed += unused.count() as u64;
-            groups.push(GroupPlan {
-                released,
-                ..GroupPlan::default()
-            });
+            groups.push(GroupPlan { released, ..GroupPlan::default() });
         }
         freed
     }
@@ -407,16 +375,9 @@ impl KVCacheManager {
                 plan.external = manager.num_external_blocks(len, tokens.local, tokens.external);
                 taken += u64::from(num_evictable(&self.pool, attached) + plan.external);
             }
-            let offered = if attaches_hits {
-                Some(len)
-            } else {
-                state.num_cached
-            };
+            let offered = if attaches_hits { Some(len) } else { state.num_cached };
             len += plan.external;
-            plan.fresh = tokens
-                .slots
-                .div_ceil(manager.block_size())
-                .saturating_sub(len);
+            plan.fresh = tokens.slots.div_ceil(manager.block_size()).saturating_sub(len);
             taken += u64::from(plan.fresh);
             len += plan.fresh;
             if self.config.enable_caching && !call.delay_cache_blocks {
@@ -443,8 +404,7 @@ impl KVCacheManager {
             return Ok(0..0);
         }
         let spanned = span(call.request, state.row, manager, start..stop);
-        self.pool
-            .plan_cache_full_blocks(&spanned, state.row.len())?;
+        self.pool.plan_cache_full_blocks(&spanned, state.row.len())?;
         Ok(start..stop)
     }
 
@@ -458,8 +418,7 @@ impl KVCacheManager {
             && self.config.semantics.stats_on == StatsOn::Admission
             && !view.skip_reading_prefix_cache
         {
-            self.prefix_cache_stats
-                .record(view, call.num_new_computed_tokens);
+            self.prefix_cache_stats.record(view, call.num_new_computed_tokens);
         }
     }
 

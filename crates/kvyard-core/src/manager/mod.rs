@@ -191,10 +191,7 @@ impl KVCacheManager {
     pub fn get_computed_blocks(&mut self, request: &RequestCall<'_>) -> CacheHit {
         let view = &request.view;
         if view.skip_reading_prefix_cache || !self.config.enable_caching {
-            return CacheHit {
-                blocks: self.empty_kv_cache_blocks(),
-                num_tokens: 0,
-            };
+            return CacheHit { blocks: self.empty_kv_cache_blocks(), num_tokens: 0 };
         }
         let max_length = view.num_tokens.saturating_sub(1);
         let hit = self.find_longest_cache_hit(request, max_length);
@@ -206,10 +203,9 @@ impl KVCacheManager {
 
     fn find_longest_cache_hit(&self, request: &RequestCall<'_>, max_length: u32) -> CacheHit {
         match self.coordinator {
-            KVCacheCoordinator::NoPrefixCache => CacheHit {
-                blocks: self.empty_kv_cache_blocks(),
-                num_tokens: 0,
-            },
+            KVCacheCoordinator::NoPrefixCache => {
+                CacheHit { blocks: self.empty_kv_cache_blocks(), num_tokens: 0 }
+            }
             KVCacheCoordinator::Unitary => {
                 let manager = &self.managers[0];
                 let hashes = self.merged_hashes(request, manager);
@@ -288,14 +284,12 @@ impl KVCacheManager {
         }
         match self.config.semantics.deferred_free_order {
             DeferredFreeOrder::AcrossGroups => {
-                self.pool
-                    .release_handed_out(lease.ids.iter().rev().copied());
+                self.pool.release_handed_out(lease.ids.iter().rev().copied());
             }
             DeferredFreeOrder::GroupByGroup => {
                 let mut start = 0;
                 for end in lease.ends.iter().map(|end| *end as usize) {
-                    self.pool
-                        .release_handed_out(lease.ids[start..end].iter().rev().copied());
+                    self.pool.release_handed_out(lease.ids[start..end].iter().rev().copied());
                     start = end;
                 }
             }
@@ -328,8 +322,7 @@ impl KVCacheManager {
             let blocks = self.tables.row(row, group);
             let span = manager.skipped_range(blocks, total_computed_tokens, num_prompt_tokens);
             if !span.is_empty() {
-                self.pool
-                    .release_from_row(self.tables.null_range(row, group, span));
+                self.pool.release_from_row(self.tables.null_range(row, group, span));
             }
         }
     }
@@ -364,9 +357,7 @@ impl KVCacheManager {
             return Ok(());
         }
         let Some(row) = self.requests.find(request.request_id, hint) else {
-            return Err(KVCacheError::UnknownRequest {
-                request: request.request_id.into(),
-            });
+            return Err(KVCacheError::UnknownRequest { request: request.request_id.into() });
         };
         let mut spans: SmallVec<[(u32, u32); 4]> = SmallVec::new();
         for manager in &self.managers {
@@ -418,10 +409,7 @@ impl KVCacheManager {
         let Some(row) = self.requests.find(request_id, hint) else {
             return self.empty_kv_cache_blocks();
         };
-        let groups = self
-            .managers
-            .iter()
-            .map(|manager| self.tables.row(row, manager.group()));
+        let groups = self.managers.iter().map(|manager| self.tables.row(row, manager.group()));
         KVCacheBlocks::from_groups(groups, self.pool.id(), self.pool.epoch())
     }
 
@@ -478,9 +466,7 @@ impl KVCacheManager {
 
     /// Statistics since the last call; none unless they are kept.
     pub fn make_prefix_cache_stats(&mut self) -> Option<PrefixCacheStats> {
-        self.config
-            .log_stats
-            .then(|| std::mem::take(&mut self.prefix_cache_stats))
+        self.config.log_stats.then(|| std::mem::take(&mut self.prefix_cache_stats))
     }
 
     /// Statistics so far.
@@ -514,10 +500,7 @@ impl KVCacheManager {
         row: Option<RequestRow>,
     ) -> GroupState<'_> {
         match row {
-            None => GroupState {
-                row: &[],
-                num_cached: None,
-            },
+            None => GroupState { row: &[], num_cached: None },
             Some(row) => GroupState {
                 row: self.tables.row(row, manager.group()),
                 num_cached: manager.num_cached_block(row),

@@ -35,7 +35,5 @@ pub(crate) fn num_common_prefix_blocks(
         CommonPrefix::References => pool.ref_cnt(block),
         CommonPrefix::RowMembership => pool.row_references[block.index()],
     };
-    row.iter()
-        .take_while(|block| !block.is_null() && references(**block) == num_requests)
-        .count()
+    row.iter().take_while(|block| !block.is_null() && references(**block) == num_requests).count()
 }

@@ -97,10 +97,7 @@ impl SingleTypeKVCacheManager {
     /// How many leading blocks of a row were offered to the prefix cache; none before the first.
     #[inline]
     pub fn num_cached_block(&self, row: RequestRow) -> Option<u32> {
-        self.num_cached_block
-            .get(row.index())
-            .copied()
-            .filter(|cached| *cached != NOT_CACHED)
+        self.num_cached_block.get(row.index()).copied().filter(|cached| *cached != NOT_CACHED)
     }
 
     // ------------------------------------------------------------------------- rules of each kind
@@ -120,10 +117,7 @@ impl SingleTypeKVCacheManager {
         };
         let high = high.min(length(row.len()));
         // What lies before a null was released by an earlier call: stop there.
-        let live = (low..high)
-            .rev()
-            .take_while(|at| !row[*at as usize].is_null())
-            .last();
+        let live = (low..high).rev().take_while(|at| !row[*at as usize].is_null()).last();
         live.map_or(high..high, |first| first..high)
     }
 
@@ -182,11 +176,7 @@ impl SingleTypeKVCacheManager {
         num_tokens: u32,
         across_ranks: bool,
     ) -> usize {
-        let size = if across_ranks {
-            self.block_size
-        } else {
-            self.rank_block_size
-        };
+        let size = if across_ranks { self.block_size } else { self.rank_block_size };
         row.len().min(num_tokens.div_ceil(size) as usize)
     }
 
@@ -214,11 +204,7 @@ impl SingleTypeKVCacheManager {
         let skipped = self.num_skipped_blocks(demand.total_computed);
         let local = length(hits.len()) + have;
         let fresh = total.saturating_sub(skipped.max(local));
-        fresh
-            + num_evictable(
-                pool,
-                &hits[hits.len().min(skipped.saturating_sub(have) as usize)..],
-            )
+        fresh + num_evictable(pool, &hits[hits.len().min(skipped.saturating_sub(have) as usize)..])
     }
 
     /// How many blocks tokens supplied from elsewhere take, for a row of `have` blocks
@@ -275,8 +261,6 @@ impl SingleTypeKVCacheManager {
 
 /// How many of these blocks sit in the free queue and would leave it when touched.
 pub(crate) fn num_evictable(pool: &BlockPool, blocks: &[BlockId]) -> u32 {
-    let evictable = blocks
-        .iter()
-        .filter(|block| !block.is_null() && pool.ref_cnt(**block) == 0);
+    let evictable = blocks.iter().filter(|block| !block.is_null() && pool.ref_cnt(**block) == 0);
     length(evictable.count())
 }

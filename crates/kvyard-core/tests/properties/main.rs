@@ -1,0 +1,166 @@
+//! Random and exhaustive schedules. After each operation the world checks every invariant of
+//! `manager.md` §1.4; here the pool is compared with a naive model besides, and schedules with
+//! one another.
+
+mod pool_model;
+mod small_scope;
+mod strategies;
+
+use std::sync::Arc;
+
+use kvyard_core::hashing::{BlockHasher, HashAlgorithm};
+use kvyard_core::op::{AllocateOp, Op, Outcome, World, WorldConfig, presets};
+use kvyard_core::{AllocateSlots, KVCacheManager, KVCacheManagerConfig, Request, Semantics};
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use pool_model::PoolModel;
+
+const BLOCK_SIZE: u32 = 4;
+
+/// A failure prints its operations, which can be pasted into a test; no file keeps them.
+fn runner(cases: u32) -> TestRunner {
+    TestRunner::new(ProptestConfig {
+        cases,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })
+}
+
+fn presets_with(drives_pool: bool) -> Vec<WorldConfig> {
+    let mut presets = presets();
+    presets.retain(|config| config.drives_pool == drives_pool);
+    presets
+}
+
+#[test]
+fn schedules_keep_every_invariant() {
+    for config in presets_with(false) {
+        runner(100)
+            .run(&strategies::schedule(), |ops| {
+                let mut world = World::new(&config);
+                for op in &ops {
+                    world.execute(op);
+                }
+                Ok(())
+            })
+            .unwrap_or_else(|failure| panic!("{config:?}: {failure}"));
+    }
+}
+
+#[test]
+fn the_pool_does_what_the_naive_model_does() {
+    for config in presets_with(true) {
+        runner(400)
+            .run(&strategies::pool_schedule(), |ops| {
+                let mut world = World::new(&config);
+                let mut model = PoolModel::new(&config.manager);
+                for op in &ops {
+                    let expected = model.execute(op, &world);
+                    let outcome = world.execute(op);
+                    if let Some(expected) = expected {
+                        let done = !matches!(outcome, Outcome::Error(_));
+                        assert_eq!(done, expected, "{op:?}: {outcome:?}");
+                    }
+                    model.compare(&mut world);
+                }
+                Ok(())
+            })
+            .unwrap_or_else(|failure| panic!("{config:?}: {failure}"));
+    }
+}
+
+/// `allocate_slots` is plan, reserve and apply, with anything that only reads in between.
+#[test]
+fn a_plan_applied_later_is_allocate_slots() {
+    for config in presets_with(false) {
+        runner(60)
+            .run(&strategies::schedule(), |ops| {
+                let (mut whole, mut parts) = (World::new(&config), World::new(&config));
+                for op in &ops {
+                    let outcome = whole.execute(&with_split(op, false));
+                    assert_eq!(parts.execute(&with_split(op, true)), outcome, "{op:?}");
+                    assert_eq!(
+                        whole.manager().state_digest(),
+                        parts.manager().state_digest(),
+                        "{op:?}"
+                    );
+                }
+                Ok(())
+            })
+            .unwrap_or_else(|failure| panic!("{config:?}: {failure}"));
+    }
+}
+
+fn with_split(op: &Op, split: bool) -> Op {
+    let mut op = op.clone();
+    if let Op::Allocate(allocate) = &mut op {
+        allocate.flags &= !AllocateOp::SPLIT;
+        allocate.flags |= if split { AllocateOp::SPLIT } else { 0 };
+    }
+    op
+}
+
+/// §1.4 I15, and P10 of `groups.md` §2.12.
+#[test]
+fn when_all_is_given_back_all_is_free() {
+    for config in presets_with(false) {
+        runner(60)
+            .run(&strategies::schedule(), |ops| {
+                let mut world = World::new(&config);
+                for op in &ops {
+                    world.execute(op);
+                }
+                while world.request(0).is_some() {
+                    world.execute(&Op::Free { request: 0 });
+                }
+                world.give_back_everything();
+                let pool = world.manager().pool();
+                assert_eq!(pool.num_free_blocks() + 1, pool.num_blocks() as usize);
+                assert_eq!(world.manager().num_tracked_requests(), 0);
+                assert_eq!(world.execute(&Op::Reset), Outcome::Reset(true));
+                Ok(())
+            })
+            .unwrap_or_else(|failure| panic!("{config:?}: {failure}"));
+    }
+}
+
+/// A request that the pool can hold whole is never refused for ever (`gate_counts_lookahead`).
+#[test]
+fn a_lone_request_that_fits_always_makes_progress() {
+    let arguments = (2..12u32, 1..40u32, 1..9u32, 0..9u32, any::<bool>());
+    let run = |(num_blocks, num_tokens, chunk, lookahead, full_sequence_must_fit): (
+        u32,
+        u32,
+        u32,
+        u32,
+        bool,
+    )| {
+        prop_assume!(num_tokens <= (num_blocks - 1) * BLOCK_SIZE);
+        let config = KVCacheManagerConfig::new(num_blocks, BLOCK_SIZE, 48);
+        let mut manager = KVCacheManager::new(config, None).unwrap();
+        let mut request = request(num_tokens);
+        while request.num_computed_tokens < num_tokens {
+            let new = chunk.min(num_tokens - request.num_computed_tokens);
+            let call = request.call(false);
+            let call = AllocateSlots {
+                num_lookahead_tokens: lookahead,
+                full_sequence_must_fit,
+                ..AllocateSlots::new(&call, new)
+            };
+            let fresh = manager.allocate_slots(&call).unwrap();
+            prop_assert!(fresh.is_some(), "refused for ever");
+            request.num_computed_tokens += new;
+        }
+        Ok(())
+    };
+    runner(1000).run(&arguments, run).unwrap();
+}
+
+fn request(num_tokens: u32) -> Request {
+    let algorithm = HashAlgorithm::XxHashCbor;
+    let root = algorithm.hash_text("0");
+    let hasher = BlockHasher::new(algorithm, root, BLOCK_SIZE, Semantics::corrected()).unwrap();
+    let prompt = (0..num_tokens).collect();
+    Request::new("r", prompt, Arc::default(), Some(Arc::new(hasher)))
+}
