@@ -1,9 +1,29 @@
 """The compiled core. Import its classes from `kvyard`; counts are in tokens or blocks as named."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, final, overload
 
 from kvyard.events import KVCacheEvent
+
+__all__ = [
+    "BlockHasher",
+    "BlockLease",
+    "BlockLeaseIterator",
+    "BlockPool",
+    "CachedBlocks",
+    "FreeBlockQueue",
+    "HashFunction",
+    "KVCacheBlock",
+    "KVCacheBlocks",
+    "KVCacheEvictionEvent",
+    "KVCacheManager",
+    "KVCacheMetricsCollector",
+    "PoolBlocks",
+    "PrefixCacheStats",
+    "Request",
+    "Semantics",
+    "hash_block_tokens",
+]
 
 class _Request(Protocol):
     """What a manager reads of a request: kvyard's `Request`, vLLM's, or anything alike."""
@@ -140,7 +160,7 @@ def hash_block_tokens(
         none_hash: The root hash; needed where there is no parent.
 
     Raises:
-        InvalidArgumentError: There is neither a parent nor a root hash, or a value cannot be hashed.
+        InvalidArgumentError: There is neither parent nor root, or a value cannot be hashed.
     """
 
 @final
@@ -299,6 +319,18 @@ class Request:
     def arrival_time(self) -> float:
         """Seconds since the epoch."""
     @property
+    def client_index(self) -> int:
+        """The client as given."""
+    @property
+    def prompt_embeds(self) -> Any:
+        """The embeddings as given."""
+    @property
+    def resumable(self) -> bool:
+        """Whether a streaming session may go on with it."""
+    @property
+    def trace_headers(self) -> Any:
+        """The headers as given."""
+    @property
     def sampling_params(self) -> Any:
         """The sampling parameters as given."""
     @property
@@ -311,6 +343,18 @@ class Request:
 
         Raises:
             InvalidArgumentError: There are fewer tokens.
+        """
+    def extend_prompt(
+        self, token_ids: Sequence[int], mm_features: Sequence[Any] | None = None
+    ) -> None:
+        """Go on with a streaming session: outputs so far become prompt, and new input follows.
+
+        Args:
+            token_ids: The new input.
+            mm_features: Its media items, with offsets from its own start.
+
+        Raises:
+            InvalidArgumentError: A token is out of range, or media are out of order.
         """
 
 @final
@@ -335,14 +379,11 @@ class KVCacheBlock:
 
 @final
 class KVCacheBlocks:
-    """Blocks per group: an immutable snapshot, which later calls do not change."""
+    """Blocks per group: an immutable snapshot, which later calls do not change.
 
-    def __new__(cls, blocks: Sequence[Sequence[KVCacheBlock]]) -> Self:
-        """Wrap blocks, one sequence per group.
+    A manager makes them; `KVCacheManager.create_kv_cache_blocks` wraps blocks by hand.
+    """
 
-        Raises:
-            ForeignBlockError: The blocks are of several pools.
-        """
     @property
     def blocks(self) -> tuple[list[KVCacheBlock], ...]:
         """One fresh list per group."""
@@ -368,12 +409,13 @@ class KVCacheBlocks:
         """Ids of the blocks without a key, per group, null blocks left out."""
     def new_empty(self) -> KVCacheBlocks:
         """A new object with as many groups and no blocks."""
-    def __add__(self, other: KVCacheBlocks, /) -> KVCacheBlocks:
+    def __add__(self, value: KVCacheBlocks, /) -> KVCacheBlocks:
         """The blocks of both, per group.
 
         Raises:
             InvalidArgumentError: The numbers of groups differ.
         """
+    def __radd__(self, value: KVCacheBlocks, /) -> KVCacheBlocks: ...
     def __eq__(self, other: object, /) -> bool: ...
 
 @final
@@ -392,17 +434,35 @@ class BlockLease(Sequence[KVCacheBlock]):
         """Whether they were given back."""
     @property
     def group_bounds(self) -> list[int]:
-        """Where each group begins, and the end: one more entry than groups."""
+        """Where each group ends, as positions in the lease."""
     def __len__(self) -> int: ...
     @overload
     def __getitem__(self, index: int, /) -> KVCacheBlock: ...
     @overload
     def __getitem__(self, index: slice, /) -> list[KVCacheBlock]: ...
-    def __iter__(self) -> Iterator[KVCacheBlock]: ...
-    def __reversed__(self) -> Iterator[KVCacheBlock]: ...
+    def __iter__(self) -> BlockLeaseIterator: ...
+    def __reversed__(self) -> BlockLeaseIterator: ...
 
 @final
-class _FreeBlockQueue:
+class BlockLeaseIterator:
+    """A walk over a lease that still knows whose it is."""
+
+    def __iter__(self) -> Self: ...
+    def __next__(self) -> KVCacheBlock: ...
+    def __length_hint__(self) -> int: ...
+
+@final
+class PoolBlocks(Sequence[KVCacheBlock]):
+    """All blocks of a pool by id; each is made when it is first asked for."""
+
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int, /) -> KVCacheBlock: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> list[KVCacheBlock]: ...
+
+@final
+class FreeBlockQueue:
     """The free blocks, next victim first."""
 
     @property
@@ -412,7 +472,7 @@ class _FreeBlockQueue:
         """All of them, head first; for tests and diagnosis."""
 
 @final
-class _BlockHashToBlockMap:
+class CachedBlocks:
     """The prefix map: keys (digest and group id in four big-endian bytes) to blocks."""
 
     def get_one_block(self, key: bytes) -> KVCacheBlock | None:
@@ -434,7 +494,6 @@ class BlockPool:
         enable_kv_cache_events: bool = False,
         metrics_collector: KVCacheMetricsCollector | None = None,
         semantics: Semantics = ...,
-        hash_width: int = 32,
     ) -> Self:
         """Make a pool with blocks 1 to `num_gpu_blocks - 1` free, in ascending order.
 
@@ -445,10 +504,9 @@ class BlockPool:
             enable_kv_cache_events: Whether `take_events` has something to say.
             metrics_collector: Samples how long blocks live, or None.
             semantics: Default `Semantics.corrected()`.
-            hash_width: Bytes per digest, 32 or 16.
 
         Raises:
-            ConfigError: A size is not positive, or the width is another.
+            ConfigError: A size is not positive.
         """
     @property
     def num_gpu_blocks(self) -> int:
@@ -469,13 +527,13 @@ class BlockPool:
     def metrics_collector(self) -> KVCacheMetricsCollector | None:
         """The collector as given."""
     @property
-    def blocks(self) -> Sequence[KVCacheBlock]:
-        """All blocks by id, made on demand."""
+    def blocks(self) -> PoolBlocks:
+        """All blocks by id."""
     @property
-    def free_block_queue(self) -> _FreeBlockQueue:
+    def free_block_queue(self) -> FreeBlockQueue:
         """The free blocks."""
     @property
-    def cached_block_hash_to_block(self) -> _BlockHashToBlockMap:
+    def cached_block_hash_to_block(self) -> CachedBlocks:
         """The prefix map."""
     @property
     def num_blocks_stored(self) -> int:
@@ -493,7 +551,7 @@ class BlockPool:
             kv_cache_group_ids: The groups, in the order of the answer.
 
         Raises:
-            InvalidArgumentError: A group id does not fit in 32 bits, or the digest has another width.
+            InvalidArgumentError: A group id is out of range, or the digest has another width.
         """
     def cache_full_blocks(
         self,
@@ -701,6 +759,9 @@ class KVCacheManager:
         Raises:
             ConfigError: Sizes do not divide, or a spec's kind is not supported; it is named.
         """
+    @property
+    def kv_cache_config(self) -> Any:
+        """The configuration as given."""
     @property
     def block_pool(self) -> BlockPool:
         """The pool."""

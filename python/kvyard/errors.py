@@ -18,6 +18,24 @@ class ConfigError(KVCacheError, ValueError, AssertionError):
     """An argument of a constructor is wrong: sizes that do not divide, an unknown spec or hash."""
 
 
+class PlanningError(ConfigError, NotImplementedError):
+    """The caches of these layers cannot share one pool as they are."""
+
+
+class InsufficientMemoryError(ConfigError):
+    """The memory does not hold one request of the longest length.
+
+    Attributes:
+        needed_bytes: What it would take; 0 where there is no memory at all.
+        available_bytes: What there is.
+        estimated_max_model_len: The longest request in tokens that fits, 0 for none.
+    """
+
+    needed_bytes: int = 0
+    available_bytes: int = 0
+    estimated_max_model_len: int = 0
+
+
 class InvalidArgumentError(KVCacheError, ValueError, AssertionError):
     """An argument of a call is wrong: a negative count, an unknown id, a mask of wrong length."""
 

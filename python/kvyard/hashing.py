@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvyard import _kvyard
 from kvyard._kvyard import BlockHasher, HashFunction, Semantics
 from kvyard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "NONE_HASH",
@@ -91,9 +94,7 @@ def get_request_block_hasher(
     """
     if not NONE_HASH:
         raise ConfigError("NONE_HASH: not set yet; call init_none_hash first")
-    return BlockHasher(
-        caching_hash_fn, NONE_HASH, block_size, semantics or Semantics.corrected()
-    )
+    return BlockHasher(caching_hash_fn, NONE_HASH, block_size, semantics or Semantics.corrected())
 
 
 def hash_block_tokens(

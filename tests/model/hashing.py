@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Each tag text is one object wherever it occurs, so that pickle writes its second use as a
 # reference; a literal in a function would be one as well, but only by the interpreter's grace.
@@ -133,7 +135,7 @@ class Request:
 
     def __init__(
         self,
-        id: str,  # noqa: A002: the scenario format's name
+        request_id: str,
         prompt: list[int],
         hasher: Hasher,
         hash_block_size: int,
@@ -142,7 +144,7 @@ class Request:
         cache_salt: str | None = None,
         skip_reading_prefix_cache: bool = False,
     ) -> None:
-        self.id = id
+        self.id = request_id
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(prompt)
         self.media = media or []
@@ -216,9 +218,7 @@ class Request:
         members, _ = self._extra_members(start, end, cursor)
         return tuple(member for _, member in members) or None
 
-    def _media_keys(
-        self, start: int, end: int, cursor: int
-    ) -> tuple[list[tuple[str, int]], int]:
+    def _media_keys(self, start: int, end: int, cursor: int) -> tuple[list[tuple[str, int]], int]:
         keys: list[tuple[str, int]] = []
         if not self.media or self.media[-1].offset + self.media[-1].length <= start:
             return keys, cursor

@@ -123,7 +123,9 @@ class GroupManager:
             if self.pool.semantics.common_prefix == "references":
                 common = self.pool.blocks[block_id].ref_cnt == len(self.rows)
             else:
-                common = all(row[position : position + 1] == [block_id] for row in self.rows.values())
+                common = all(
+                    row[position : position + 1] == [block_id] for row in self.rows.values()
+                )
             if block_id == NULL or not common:
                 break
             count += 1
@@ -195,13 +197,16 @@ class KVCacheManager:
         total = min(local + external, self.max_model_len)
         waiting = request.status in ("WAITING", "PREEMPTED")  # 4
         watermark = self.watermark_blocks if has_scheduled_reqs and waiting else 0
-        if full_sequence_must_fit:  # 5
-            clipped = self._gate(request, hits, num_lookahead_tokens, watermark)
-            if clipped is None:
-                return None
-            num_lookahead_tokens = clipped
-        main = total + num_new_tokens  # 6
+        main = total + num_new_tokens
         slots = min(main + num_lookahead_tokens, self.max_model_len)
+        if self._gives_up_lookahead(request, hits, main, slots):
+            slots = min(main, self.max_model_len)
+        if full_sequence_must_fit:  # 5
+            counted = slots - main if self.semantics.gate_counts_lookahead else 0
+            full = min(request.num_tokens + max(counted, 0), self.max_model_len)
+            if self._needed(Demand(request.id, full), hits) + watermark > len(self.pool.free):
+                return None
+        # 6
         in_flight = num_in_flight_tokens
         if in_flight is None:
             in_flight = request.num_in_flight_tokens
@@ -222,22 +227,18 @@ class KVCacheManager:
         pairs = zip(self.managers, hits, strict=True)
         return sum(manager.num_blocks_needed(demand, blocks) for manager, blocks in pairs)
 
-    def _gate(
-        self, request: Request, hits: list[Row], lookahead: int, watermark: int
-    ) -> int | None:
-        """The look-ahead with which the whole request fits, or None (`gate_counts_lookahead`)."""
+    def _gives_up_lookahead(self, request: Request, hits: list[Row], main: int, slots: int) -> bool:
+        """Whether a lone request must do without look-ahead (`gate_counts_lookahead`).
 
-        def fits(tokens: int) -> bool:
-            demand = Demand(request.id, min(tokens, self.max_model_len))
-            return self._needed(demand, hits) + watermark <= len(self.pool.free)
-
-        if not self.semantics.gate_counts_lookahead:
-            return lookahead if fits(request.num_tokens) else None
-        if fits(request.num_tokens + lookahead):
-            return lookahead
+        Where no other block is held, nothing will ever become free: to refuse it for its look-ahead
+        would refuse it for ever.
+        """
+        if not self.semantics.gate_counts_lookahead or slots <= main:
+            return False
         own = {b for manager in self.managers for b in manager.row(request.id)} - {NULL}
         alone = len(self.pool.free) + len(own) == self.pool.num_blocks - 1
-        return 0 if alone and fits(request.num_tokens) else None
+        whole = min(max(request.num_tokens, main) + slots - main, self.max_model_len)
+        return alone and self._needed(Demand(request.id, whole), hits) > len(self.pool.free)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """manager 6.4."""

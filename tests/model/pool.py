@@ -45,7 +45,7 @@ class BlockPool:
         self.cached: dict[bytes, list[int]] = {}  # manager 4.1: copies in the order of insertion
         self.events: list[Event] = []
         self.num_blocks_stored = 0  # blocks that got a key
-        self.num_blocks_removed = 0  # blocks that lost their keys
+        self.num_blocks_removed = 0  # blocks that lost their keys, resets left out
 
     # -- prefix map
 
@@ -130,9 +130,7 @@ class BlockPool:
         )
         return key
 
-    def _nearest_announced(
-        self, ancestors: list[bytes], group_id: int
-    ) -> tuple[bytes | None, int]:
+    def _nearest_announced(self, ancestors: list[bytes], group_id: int) -> tuple[bytes | None, int]:
         """The last of these hashes that is in the prefix map, and how many precede its end."""
         for count in range(len(ancestors), 0, -1):
             if make_key(ancestors[count - 1], group_id) in self.cached:
@@ -193,9 +191,7 @@ class BlockPool:
         extras = [request.extra_keys(p * block_size, (p + 1) * block_size) for p in positions]
         tokens = request.tokens[span[0] * block_size : span[1] * block_size]
         stored = [hashes[p] for p in positions]
-        self._emit(
-            self._stored(request, stored, parent, tokens, block_size, extras, group_id)
-        )
+        self._emit(self._stored(request, stored, parent, tokens, block_size, extras, group_id))
 
     def _stored(
         self,
@@ -274,7 +270,6 @@ class BlockPool:
             return False
         self.cached = {}
         for block in self.blocks:
-            self.num_blocks_removed += block.key is not None
             block.key, block.key_tokens, block.aliases = None, 0, []
         self._emit({"type": "AllBlocksCleared"})
         return True

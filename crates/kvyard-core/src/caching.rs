@@ -73,6 +73,24 @@ impl CacheFullBlocks<'_> {
         !block.is_null() && self.mask.is_none_or(|mask| mask[position - self.start])
     }
 
+    /// A manager's rows never name a block twice; a caller's list may, and the second key would undo
+    /// the first.
+    fn check_distinct(&self) -> Result<()> {
+        let positions = self.start..self.stop;
+        let mut blocks: Vec<BlockId> = positions
+            .filter(|position| self.is_wanted(*position, self.row[*position]))
+            .map(|position| self.row[position])
+            .collect();
+        blocks.sort_unstable();
+        match blocks.windows(2).find(|pair| pair[0] == pair[1]) {
+            Some(pair) => Err(KVCacheError::argument(
+                "blocks",
+                format!("block {} is listed twice, one block has one key", pair[0]),
+            )),
+            None => Ok(()),
+        }
+    }
+
     fn covered_tokens(&self, position: usize) -> u32 {
         length(position + 1) * self.block_size
     }
@@ -101,7 +119,8 @@ impl BlockPool {
         if call.start >= call.stop {
             return Ok(());
         }
-        self.plan_cache_full_blocks(call, call.row.len())?;
+        self.plan_cache_full_blocks(call, call.stop)?;
+        call.check_distinct()?;
         let blocks = call.stop - call.start;
         self.reserve(blocks, self.events_of_stores(blocks, call.block_size))?;
         self.begin_change();

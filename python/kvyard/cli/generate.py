@@ -14,12 +14,15 @@ import heapq
 import json
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvyard.cli.errors import CommandError
 from kvyard.cli.mooncake import DEFAULT_TRACE_BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _SYSTEM_PROMPT_TOKENS = (300, 1100, 2300, 4700)
 _SYSTEM_PROMPT_WEIGHTS = (8, 4, 2, 1)
@@ -40,7 +43,7 @@ class _Turn:
     hash_ids: list[int] = field(compare=False)  # ids of the blocks that were full already
 
 
-def generate(num_requests: int, seed: int, trace_block_size: int) -> Iterator[dict[str, object]]:
+def generate(num_requests: int, seed: int, trace_block_size: int) -> Iterator[dict[str, Any]]:
     """Yield the records of a trace; the same arguments give the same records.
 
     Args:

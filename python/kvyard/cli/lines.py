@@ -7,13 +7,15 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self, cast
+from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 from kvyard.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
 
 _GZIP_MAGIC = b"\x1f\x8b"
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import kvyard
 from kvyard.cli import generate, golden, replay
 from kvyard.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _BAD_INPUT = 2
 _INTERRUPTED = 130

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvyard.cli.errors import CommandError
 from kvyard.cli.lines import LineReader, parse_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 DEFAULT_TRACE_BLOCK_SIZE = 512
 """Tokens per hash id in the traces that Mooncake published."""
@@ -67,9 +69,7 @@ def read_requests(reader: LineReader, trace_block_size: int) -> Iterator[TraceRe
         raise CommandError(f"{reader.name}: the file holds no request", 1)
 
 
-def _parse_request(
-    record: dict[str, Any], number: int, trace_block_size: int
-) -> TraceRequest:
+def _parse_request(record: dict[str, Any], number: int, trace_block_size: int) -> TraceRequest:
     timestamp = _field(record, "timestamp", number)
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or timestamp < 0:
         raise CommandError(f"timestamp: {timestamp!r} is not a time in milliseconds", number)
@@ -147,4 +147,3 @@ class TokenMaker:
         if self._next_output > _TOKEN_LIMIT:
             raise CommandError("the trace has too many output tokens", request.line)
         return range(first, self._next_output)
-

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from rich.progress import Progress as RichProgress
 
 _SECONDS_BETWEEN_LINES = 5.0

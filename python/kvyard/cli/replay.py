@@ -90,9 +90,7 @@ class Replayer:
         t1 = perf_counter_ns()
         blocks, num_hit = manager.get_computed_blocks(request)
         t2 = perf_counter_ns()
-        allocated = manager.allocate_slots(
-            request, traced.input_length - num_hit, num_hit, blocks
-        )
+        allocated = manager.allocate_slots(request, traced.input_length - num_hit, num_hit, blocks)
         t3 = perf_counter_ns()
         times["request"].append(t1 - t0)
         times["get_computed_blocks"].append(t2 - t1)
@@ -131,7 +129,7 @@ class Replayer:
     def _does_not_fit(self, traced: TraceRequest, what: str, tokens: int) -> CommandError:
         need = -(-tokens // self.block_size)
         return CommandError(
-            f"the {what} of {tokens:,} tokens need {need:,} blocks of {self.block_size}, but the"
+            f"the {what} of {tokens:,} tokens take {need:,} blocks of {self.block_size}, but the"
             f" pool has {self.num_blocks - 1:,}; raise --num-blocks to {need + 1} or more",
             traced.line,
         )
@@ -206,17 +204,16 @@ def _print(summary: dict[str, Any], replayer: Replayer) -> None:
     print(f"blocks stored   {results['stored_blocks']:>15,}")
     print(f"blocks removed  {results['removed_blocks']:>15,}   lost their key")
     print(f"replies         {outputs}")
-    print(f"\noccupancy of {usable:,} blocks          min     mean      max")
+    label = f"occupancy of {usable:,} blocks"
+    print(f"\n{label:<28} {'min':>8} {'mean':>8} {'max':>8}")
     rows = (
         ("in use by the request", "occupancy_in_use", replayer.results.used),
         ("cached after it is freed", "occupancy_cached", replayer.results.cached),
     )
     for label, key, values in rows:
         shares = results[key]
-        print(
-            f"  {label:<26} {shares['min']:>8.2%} {shares['mean']:>8.2%} {shares['max']:>8.2%}"
-        )
-        print(f"  {report.chart(values, usable)}")
+        print(f"  {label:<26} {shares['min']:>8.2%} {shares['mean']:>8.2%} {shares['max']:>8.2%}")
+        print(f"  {report.chart(values, max(values, default=0))}")
     print("\ntime per call                calls     total s   p50 us   p99 us")
     for call, times in summary["timing"]["calls"].items():
         print(
@@ -256,7 +253,7 @@ def run(options: argparse.Namespace) -> int:
     except CommandError as stopped:
         error = stopped
     summary = _as_json(options, replayer, error, (perf_counter_ns() - started) / 1e9)
-    if options.json != "-" and (error is None or replayer.results.requests > 0):
+    if error is None or replayer.results.requests > 0:
         if error is not None:
             print(f"stopped early; until then, of {options.trace}:")
         _print(summary, replayer)
@@ -286,9 +283,12 @@ input_length, output_length and hash_ids (one per 512 tokens of the prompt).
 """,
     )
     parser.add_argument("trace", metavar="TRACE", help="a file, plain or .gz; - is standard input")
-    number = {"type": int, "metavar": "N"}
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
     parser.add_argument(
-        "--num-blocks", **number, required=True, help="blocks of the pool, one of them the null block"
+        "--num-blocks",
+        **number,
+        required=True,
+        help="blocks of the pool, one of them the null block",
     )
     parser.add_argument(
         "--block-size", **number, required=True, help="tokens per block of the manager"
@@ -321,8 +321,6 @@ input_length, output_length and hash_ids (one per 512 tokens of the prompt).
         help="block hash function (default %(default)s, as in vLLM)",
     )
     parser.add_argument(
-        "--json",
-        metavar="OUT",
-        help="write a report; its `results` do not depend on time; - is standard output",
+        "--json", metavar="OUT", help="write a report; its `results` do not depend on time"
     )
     parser.set_defaults(run=run)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvyard.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.:-=+*#"
@@ -34,7 +37,7 @@ def chart(values: Sequence[float], highest: float) -> str:
     width = min(_CHART_WIDTH, len(values))
     bounds = [len(values) * i // width for i in range(width + 1)]
     line = []
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in itertools.pairwise(bounds):
         mean = sum(values[low:high]) / (high - low)
         line.append(bars[min(int(mean / highest * len(bars)), len(bars) - 1)])
     return "".join(line)
@@ -52,16 +55,13 @@ def write_json(name: str, report: dict[str, Any]) -> None:
     """Write a report.
 
     Args:
-        name: A path, or "-" for standard output.
+        name: Its path.
         report: What to write.
 
     Raises:
         CommandError: The file cannot be written.
     """
     text = json.dumps(report, indent=2) + "\n"
-    if name == "-":
-        sys.stdout.write(text)
-        return
     try:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
