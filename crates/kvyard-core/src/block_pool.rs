@@ -8,8 +8,9 @@
 //!
 //! Invariants, cited by `validate()` (numbers as in `manager.md` §1.4; I1 and I5 to I7 in the modules
 //! below):
-//! * I2: a block is queued exactly while its `ref_cnt` is 0; the null block never is.
-//! * I3: queued blocks + held blocks + the null block = all blocks.
+//! * I2: a block is queued exactly while its `ref_cnt` is 0; the null block and withdrawn blocks never
+//!   are.
+//! * I3: queued + held + withdrawn blocks + the null block = all blocks.
 //! * I8: without caching, no keys and no events.
 //! * I9: every key covers a positive multiple of the hash block size.
 //! * I13: usage lies in 0..=1.
@@ -60,6 +61,8 @@ pub struct BlockPool {
     residency: Option<ResidencyMetrics>,
     num_blocks_stored: u64,
     num_blocks_removed: u64,
+    /// Blocks 1 to this one belong to nobody's request for ever: the tokens of attention sinks.
+    num_withdrawn: u32,
 }
 
 impl BlockPool {
@@ -71,10 +74,16 @@ impl BlockPool {
         /// Tells the pools of a process apart; nothing is decided by it.
         static NEXT_POOL: AtomicU64 = AtomicU64::new(1);
         if config.num_blocks == 0 {
-            return Err(KVCacheError::config("num_blocks", "must be at least 1, not 0"));
+            return Err(KVCacheError::config(
+                "num_blocks",
+                "must be at least 1, not 0",
+            ));
         }
         if config.hash_block_size == 0 {
-            return Err(KVCacheError::config("hash_block_size", "must be at least 1, not 0"));
+            return Err(KVCacheError::config(
+                "hash_block_size",
+                "must be at least 1, not 0",
+            ));
         }
         let blocks = config.num_blocks as usize;
         let mut prefix = PrefixMap::new(config.num_blocks);
@@ -96,6 +105,7 @@ impl BlockPool {
             residency,
             num_blocks_stored: 0,
             num_blocks_removed: 0,
+            num_withdrawn: 0,
         })
     }
 
@@ -163,11 +173,29 @@ impl BlockPool {
         &self.prefix
     }
 
+    /// Takes the first blocks out of use for ever, before anything is allocated.
+    pub(crate) fn withdraw(&mut self, count: u32) -> Result<()> {
+        self.check_available(count as usize)?;
+        for block in 1..=count {
+            self.queue.remove(BlockId(block));
+        }
+        self.num_withdrawn = count;
+        Ok(())
+    }
+
+    /// Blocks that requests can have: all but the null block and withdrawn ones.
+    pub fn num_usable_blocks(&self) -> u32 {
+        self.config.num_blocks - 1 - self.num_withdrawn
+    }
+
     /// Share of the blocks in use, 0 to 1; evictable blocks count as free.
     pub fn usage(&self) -> f64 {
-        match self.config.num_blocks - 1 {
+        match self.num_usable_blocks() {
             0 => 0.0,
-            #[expect(clippy::cast_precision_loss, reason = "block counts are far below 2^53")]
+            #[expect(
+                clippy::cast_precision_loss,
+                reason = "block counts are far below 2^53"
+            )]
             usable => 1.0 - self.queue.len() as f64 / f64::from(usable),
         }
     }
@@ -229,7 +257,10 @@ impl BlockPool {
         }
         Err(KVCacheError::argument(
             argument,
-            format!("block {block} does not exist, the pool has {}", self.config.num_blocks),
+            format!(
+                "block {block} does not exist, the pool has {}",
+                self.config.num_blocks
+            ),
         ))
     }
 
@@ -264,7 +295,8 @@ impl BlockPool {
         for block in blocks {
             self.check_block("block_ids", *block)?;
         }
-        self.events.reserve(self.events_of_evictions(blocks.len()))?;
+        self.events
+            .reserve(self.events_of_evictions(blocks.len()))?;
         self.begin_change();
         for block in blocks.iter().filter(|block| !block.is_null()) {
             self.on_evicted(*block);
@@ -276,15 +308,31 @@ impl BlockPool {
         Ok(())
     }
 
+    /// Takes all keys from blocks, because what they promise is not there.
+    pub(crate) fn forget_keys(&mut self, blocks: &[BlockId]) -> Result<()> {
+        self.reserve(0, self.events_of_evictions(blocks.len()))?;
+        self.begin_change();
+        for block in blocks {
+            if self.prefix.is_cached(*block) {
+                self.lost_at[block.index()] = self.relative_epoch();
+                self.drop_keys(*block);
+            }
+        }
+        Ok(())
+    }
+
     /// Forgets the whole prefix cache, if no block is held. Whether it did.
     ///
     /// # Errors
     /// `OutOfMemory`.
     pub fn reset_prefix_cache(&mut self) -> Result<bool> {
-        if self.queue.len() + 1 != self.config.num_blocks as usize {
+        if self.queue.len() != self.num_usable_blocks() as usize {
             return Ok(false);
         }
-        self.events.reserve(EventReserve { records: 1, ..EventReserve::default() })?;
+        self.events.reserve(EventReserve {
+            records: 1,
+            ..EventReserve::default()
+        })?;
         self.begin_change();
         let now = self.relative_epoch();
         for block in 1..self.config.num_blocks {
@@ -305,7 +353,11 @@ impl BlockPool {
     /// What evicting `count` blocks may add to the log.
     pub(crate) fn events_of_evictions(&self, count: usize) -> EventReserve {
         let keys = count + self.prefix.num_aliases();
-        EventReserve { records: keys, hashes: keys, tokens: 0 }
+        EventReserve {
+            records: keys,
+            hashes: keys,
+            tokens: 0,
+        }
     }
 
     /// Room for what one call does to the prefix cache.
@@ -343,7 +395,7 @@ impl BlockPool {
         Err(KVCacheError::OutOfBlocks {
             wanted,
             free: self.queue.len(),
-            total: self.config.num_blocks as usize - 1,
+            total: self.num_usable_blocks() as usize,
         })
     }
 
@@ -398,7 +450,10 @@ impl BlockPool {
 
     #[inline]
     fn take_head(&mut self) -> BlockId {
-        let block = self.queue.pop_front().expect("I3: the plan counted the free blocks");
+        let block = self
+            .queue
+            .pop_front()
+            .expect("I3: the plan counted the free blocks");
         if self.config.enable_caching {
             self.on_evicted(block);
             self.drop_keys(block);
@@ -460,25 +515,43 @@ impl BlockPool {
             let block = BlockId(index);
             let in_use = self.ref_cnt(block) > 0;
             held += usize::from(in_use);
-            assert_eq!(self.queue.contains(block), !in_use, "I2: block {block}");
-            let keys = self.prefix.primary(block).into_iter().chain(self.prefix.aliases(block));
+            let is_free = !in_use && index > self.num_withdrawn;
+            assert_eq!(self.queue.contains(block), is_free, "I2: block {block}");
+            let keys = self
+                .prefix
+                .primary(block)
+                .into_iter()
+                .chain(self.prefix.aliases(block));
             for key in keys {
                 assert!(self.config.enable_caching, "I8: block {block} has a key");
                 assert!(
                     key.covered_tokens > 0
-                        && key.covered_tokens.is_multiple_of(self.config.hash_block_size),
+                        && key
+                            .covered_tokens
+                            .is_multiple_of(self.config.hash_block_size),
                     "I9: block {block} covers {} tokens",
                     key.covered_tokens
                 );
             }
         }
-        assert_eq!(self.ref_cnt(NULL_BLOCK), 0, "I7: the null block has references");
         assert_eq!(
-            self.queue.len() + held + 1,
-            self.config.num_blocks as usize,
-            "I3: queued, held and null blocks"
+            self.ref_cnt(NULL_BLOCK),
+            0,
+            "I7: the null block has references"
         );
-        assert!(self.config.enable_caching || self.events.is_empty(), "I8: events");
-        assert!((0.0..=1.0).contains(&self.usage()), "I13: usage {}", self.usage());
+        assert_eq!(
+            self.queue.len() + held,
+            self.num_usable_blocks() as usize,
+            "I3: queued and held blocks"
+        );
+        assert!(
+            self.config.enable_caching || self.events.is_empty(),
+            "I8: events"
+        );
+        assert!(
+            (0.0..=1.0).contains(&self.usage()),
+            "I13: usage {}",
+            self.usage()
+        );
     }
 }

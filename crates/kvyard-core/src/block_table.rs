@@ -82,7 +82,13 @@ impl RowEditLog {
     pub fn iter(&self) -> impl Iterator<Item = RowEdit<'_>> {
         let starts = std::iter::once(0).chain(self.records.iter().map(|record| record.blocks_end));
         self.records.iter().zip(starts).map(|(record, blocks)| {
-            let EditRecord { row, group, start, stop, .. } = *record;
+            let EditRecord {
+                row,
+                group,
+                start,
+                stop,
+                ..
+            } = *record;
             match record.kind {
                 EditKind::Append => RowEdit::Append {
                     row,
@@ -90,10 +96,18 @@ impl RowEditLog {
                     start,
                     blocks: &self.blocks[blocks..record.blocks_end],
                 },
-                EditKind::Null => RowEdit::Null { row, group, start, stop },
-                EditKind::Replace => {
-                    RowEdit::Replace { row, group, position: start, block: BlockId(stop) }
-                }
+                EditKind::Null => RowEdit::Null {
+                    row,
+                    group,
+                    start,
+                    stop,
+                },
+                EditKind::Replace => RowEdit::Replace {
+                    row,
+                    group,
+                    position: start,
+                    block: BlockId(stop),
+                },
                 EditKind::Clear => RowEdit::Clear { row },
             }
         })
@@ -109,7 +123,14 @@ impl RowEditLog {
         if self.enabled {
             let blocks_end = self.blocks.len();
             let Range { start, end: stop } = span;
-            self.records.push(EditRecord { kind, row, group, start, stop, blocks_end });
+            self.records.push(EditRecord {
+                kind,
+                row,
+                group,
+                start,
+                stop,
+                blocks_end,
+            });
         }
     }
 }
@@ -126,14 +147,23 @@ pub struct BlockTables {
 impl BlockTables {
     /// No rows yet.
     pub fn new(num_groups: usize, track_row_edits: bool) -> Self {
-        let edits = RowEditLog { enabled: track_row_edits, ..RowEditLog::default() };
-        Self { num_groups, tables: Vec::new(), edits }
+        let edits = RowEditLog {
+            enabled: track_row_edits,
+            ..RowEditLog::default()
+        };
+        Self {
+            num_groups,
+            tables: Vec::new(),
+            edits,
+        }
     }
 
     /// The blocks of a row in one group; empty for a row that was never used.
     #[inline]
     pub fn row(&self, row: RequestRow, group: GroupId) -> &[BlockId] {
-        self.tables.get(self.at(row, group)).map_or(&[], Vec::as_slice)
+        self.tables
+            .get(self.at(row, group))
+            .map_or(&[], Vec::as_slice)
     }
 
     /// The delta log.
@@ -161,8 +191,8 @@ impl BlockTables {
     /// # Errors
     /// `OutOfMemory`.
     pub(crate) fn reserve_edits(&mut self, blocks: usize) -> Result<()> {
-        /// A call nulls a range and appends padding with hits, external and new blocks.
-        const EDITS_IN_A_GROUP: usize = 4;
+        /// A call nulls up to three ranges and appends padding with hits, external, moved and new blocks.
+        const EDITS_IN_A_GROUP: usize = 7;
         if self.edits.enabled {
             let records = EDITS_IN_A_GROUP * self.num_groups;
             self.edits.records.try_reserve(records)?;
@@ -217,7 +247,8 @@ impl BlockTables {
         position: u32,
         block: BlockId,
     ) -> BlockId {
-        self.edits.push(EditKind::Replace, row, group, position..block.0);
+        self.edits
+            .push(EditKind::Replace, row, group, position..block.0);
         let at = self.at(row, group);
         std::mem::replace(&mut self.tables[at][position as usize], block)
     }

@@ -22,12 +22,20 @@ pub struct KVCacheBlocks {
     ends: GroupEnds,
     pool: u64,
     epoch: u64,
+    /// The groups' lists need not agree on a length: made by hand, or looked up group by group.
+    has_own_lengths: bool,
 }
 
 impl KVCacheBlocks {
     /// No blocks, for `num_groups` groups.
     pub fn empty(num_groups: usize, pool: u64, epoch: u64) -> Self {
-        Self { ids: BlockIds::new(), ends: smallvec![0; num_groups], pool, epoch }
+        Self {
+            ids: BlockIds::new(),
+            ends: smallvec![0; num_groups],
+            pool,
+            epoch,
+            has_own_lengths: false,
+        }
     }
 
     /// From the ids of each group.
@@ -36,25 +44,46 @@ impl KVCacheBlocks {
         pool: u64,
         epoch: u64,
     ) -> Self {
-        let mut blocks = Self { ids: BlockIds::new(), ends: GroupEnds::new(), pool, epoch };
+        let mut blocks = Self {
+            ids: BlockIds::new(),
+            ends: GroupEnds::new(),
+            pool,
+            epoch,
+            has_own_lengths: false,
+        };
         for group in groups {
             blocks.push_group(group);
         }
         blocks
     }
 
-    pub(crate) fn from_single_group(ids: Vec<BlockId>, pool: u64, epoch: u64) -> Self {
-        let end = length(ids.len());
-        Self { ids: ids.into(), ends: smallvec![end], pool, epoch }
-    }
-
     pub(crate) fn builder(pool: u64, epoch: u64) -> Self {
-        Self { ids: BlockIds::new(), ends: GroupEnds::new(), pool, epoch }
+        Self {
+            ids: BlockIds::new(),
+            ends: GroupEnds::new(),
+            pool,
+            epoch,
+            has_own_lengths: false,
+        }
     }
 
     pub(crate) fn push_group(&mut self, group: &[BlockId]) {
         self.ids.extend_from_slice(group);
         self.ends.push(length(self.ids.len()));
+    }
+
+    /// The same, as blocks whose lists need not agree on a length.
+    #[must_use]
+    pub fn with_own_lengths(self) -> Self {
+        Self {
+            has_own_lengths: true,
+            ..self
+        }
+    }
+
+    /// Whether the groups' lists need not agree on a length.
+    pub fn has_own_lengths(&self) -> bool {
+        self.has_own_lengths
     }
 
     /// How many groups.
@@ -67,7 +96,11 @@ impl KVCacheBlocks {
     /// # Panics
     /// If there is no such group.
     pub fn blocks(&self, group: usize) -> &[BlockId] {
-        let start = if group == 0 { 0 } else { self.ends[group - 1] as usize };
+        let start = if group == 0 {
+            0
+        } else {
+            self.ends[group - 1] as usize
+        };
         &self.ids[start..self.ends[group] as usize]
     }
 

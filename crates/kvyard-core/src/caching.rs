@@ -25,7 +25,10 @@ pub struct MergedBlockHashes<'a> {
 impl<'a> MergedBlockHashes<'a> {
     /// `block_size` must be a multiple of `hash_block_size`; the configuration checks it.
     pub fn new(fine: &'a [BlockHash], block_size: u32, hash_block_size: u32) -> Self {
-        Self { fine, factor: (block_size / hash_block_size).max(1) as usize }
+        Self {
+            fine,
+            factor: (block_size / hash_block_size).max(1) as usize,
+        }
     }
 
     /// Complete coarse blocks.
@@ -64,13 +67,53 @@ pub struct CacheFullBlocks<'a> {
     pub block_size: u32,
     /// The group.
     pub group: GroupId,
-    /// For each position of the span whether it is worth a key; none: all are.
-    pub mask: Option<&'a [bool]>,
+    /// Which positions are worth a key.
+    pub mask: BlockMask<'a>,
+}
+
+/// Which positions of a row are worth a key.
+#[derive(Clone, Copy, Debug)]
+pub enum BlockMask<'a> {
+    /// All of them.
+    All,
+    /// One flag for each position of the span.
+    Flags(&'a [bool]),
+    /// Those that a lookup can reach.
+    Reachable(ReachableBlocks),
+}
+
+/// The positions that an aligned lookup can use in a group which needs only its last few blocks: the
+/// last `need` of every `period`, and those before certain boundaries.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReachableBlocks {
+    /// Blocks between periodic boundaries; 0: there are none.
+    pub period: u32,
+    /// How many blocks before a boundary are used.
+    pub need: u32,
+    /// How many blocks behind it, because a drafter makes the last one void.
+    pub shift: u32,
+    /// Further boundaries, in blocks, shift included; 0: none.
+    pub edges: [u32; 3],
+}
+
+impl ReachableBlocks {
+    fn contains(&self, position: u32) -> bool {
+        let periodic = self.period > 0
+            && position >= self.shift
+            && (position - self.shift) % self.period >= self.period - self.need;
+        let before_edge = |edge: &u32| position < *edge && position + self.need >= *edge;
+        periodic || self.edges.iter().any(before_edge)
+    }
 }
 
 impl CacheFullBlocks<'_> {
     fn is_wanted(&self, position: usize, block: BlockId) -> bool {
-        !block.is_null() && self.mask.is_none_or(|mask| mask[position - self.start])
+        let is_worth_it = match &self.mask {
+            BlockMask::All => true,
+            BlockMask::Flags(flags) => flags[position - self.start],
+            BlockMask::Reachable(reachable) => reachable.contains(length(position)),
+        };
+        is_worth_it && !block.is_null()
     }
 
     /// A manager's rows never name a block twice; a caller's list may, and the second key would undo
@@ -135,7 +178,9 @@ impl BlockPool {
         num_known: usize,
     ) -> Result<()> {
         self.check_group_and_size(call.group, call.block_size)?;
-        if call.mask.is_some_and(|mask| mask.len() != call.stop - call.start) {
+        if let BlockMask::Flags(flags) = call.mask
+            && flags.len() != call.stop - call.start
+        {
             return Err(KVCacheError::argument(
                 "block_mask",
                 format!("must have {} elements, one a block", call.stop - call.start),
@@ -161,7 +206,11 @@ impl BlockPool {
             let Some(block) = call.row.get(position).copied() else {
                 return Err(KVCacheError::argument(
                     "num_full_blocks",
-                    format!("{} is beyond the row of {} blocks", call.stop, call.row.len()),
+                    format!(
+                        "{} is beyond the row of {} blocks",
+                        call.stop,
+                        call.row.len()
+                    ),
                 ));
             };
             self.check_block("blocks", block)?;
@@ -198,11 +247,22 @@ impl BlockPool {
                 }
                 let hash = *hashes.get(position);
                 let covered_tokens = call.covered_tokens(position);
-                self.insert_key(block, PrefixKey { hash, group: call.group, covered_tokens });
+                self.insert_key(
+                    block,
+                    PrefixKey {
+                        hash,
+                        group: call.group,
+                        covered_tokens,
+                    },
+                );
             }
         }
         if let Some(content) = call.request.content.filter(|_| self.events.is_enabled()) {
-            self.record_full_blocks(&StoreEvents { call, hashes, content });
+            self.record_full_blocks(&StoreEvents {
+                call,
+                hashes,
+                content,
+            });
         }
     }
 
@@ -211,14 +271,19 @@ impl BlockPool {
         let wanted = |position: &usize| call.is_wanted(*position, call.row[*position]);
         match self.config().semantics.sparse_store_event {
             SparseStoreEvent::OnePerCall => {
-                let parent = call.start.checked_sub(1).map(|before| *events.hashes.get(before));
+                let parent = call
+                    .start
+                    .checked_sub(1)
+                    .map(|before| *events.hashes.get(before));
                 let stored = (call.start..call.stop).filter(wanted);
                 self.record_stored(events, stored, call.start..call.stop, parent);
             }
             SparseStoreEvent::OnePerRun => {
                 let mut position = call.start;
                 while let Some(start) = (position..call.stop).find(wanted) {
-                    let stop = (start..call.stop).find(|at| !wanted(at)).unwrap_or(call.stop);
+                    let stop = (start..call.stop)
+                        .find(|at| !wanted(at))
+                        .unwrap_or(call.stop);
                     let parent = (0..start)
                         .rev()
                         .map(|before| *events.hashes.get(before))
@@ -242,10 +307,13 @@ impl BlockPool {
         for position in stored {
             let tokens = call.tokens(position..position + 1);
             let hash = *events.hashes.get(position);
-            media_cursor = self.events.add_stored(hash, content.keys, tokens, media_cursor);
+            media_cursor = self
+                .events
+                .add_stored(hash, content.keys, tokens, media_cursor);
         }
         let tokens = call.tokens(span);
-        self.events.end_stored(content, tokens, parent, call.block_size, call.group);
+        self.events
+            .end_stored(content, tokens, parent, call.block_size, call.group);
     }
 
     /// Makes a block of a row reachable from a boundary strictly inside it. Returns the key, also if
@@ -274,18 +342,32 @@ impl BlockPool {
         self.prefix.reserve(1)?;
         let keys = self.prefix.num_keys_of(block) + 1;
         let tokens = (num_tokens - start) as usize;
-        self.events.reserve(EventReserve { records: keys, hashes: keys, tokens })?;
+        self.events.reserve(EventReserve {
+            records: keys,
+            hashes: keys,
+            tokens,
+        })?;
         self.begin_change();
-        if self.prefix.primary(block).is_some_and(|old| old.covered_tokens < num_tokens) {
+        if self
+            .prefix
+            .primary(block)
+            .is_some_and(|old| old.covered_tokens < num_tokens)
+        {
             self.mark_lost(block, self.relative_epoch());
             self.drop_keys(block);
         }
         self.insert_key(block, key);
         if let Some(content) = request.content.filter(|_| self.events.is_enabled()) {
             let span = start as usize..num_tokens as usize;
-            let cursor = if start > 0 && !content.keys.media().is_empty() { -1 } else { 0 };
-            self.events.add_stored(key.hash, content.keys, span.clone(), cursor);
-            self.events.end_stored(&content, span, parent, num_tokens - start, group);
+            let cursor = if start > 0 && !content.keys.media().is_empty() {
+                -1
+            } else {
+                0
+            };
+            self.events
+                .add_stored(key.hash, content.keys, span.clone(), cursor);
+            self.events
+                .end_stored(&content, span, parent, num_tokens - start, group);
         }
         Ok(Some(key))
     }
@@ -320,7 +402,11 @@ impl BlockPool {
             ));
         };
         self.check_held(block)?;
-        Ok(PrefixKey { hash: *hash, group, covered_tokens: num_tokens })
+        Ok(PrefixKey {
+            hash: *hash,
+            group,
+            covered_tokens: num_tokens,
+        })
     }
 
     /// What a store of a partial entry continues, and from which token on it tells the content.

@@ -42,6 +42,8 @@ pub mod block_table;
 
 pub mod single_type;
 
+pub mod coordinator;
+
 pub mod manager;
 
 #[cfg(feature = "testing")]

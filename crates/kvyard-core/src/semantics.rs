@@ -12,6 +12,11 @@ pub struct Semantics {
     pub hash_domains: HashDomains,
     /// From which media item incremental hashing goes on.
     pub media_cursor: MediaCursor,
+    /// Whether a cached block past the cap on hits proves an EAGLE group's look-ahead block, so that
+    /// the hit keeps what 0.25.1 gives up. Case C11.
+    pub eagle_credit: bool,
+    /// Whether sparse retention keeps the boundaries that are left after the EAGLE drop. Case C12.
+    pub eagle_retention: bool,
     /// What counts as a prefix common to all running requests.
     pub common_prefix: CommonPrefix,
     /// When a `BlockRemoved` event is due.
@@ -24,6 +29,12 @@ pub struct Semantics {
     pub stats_on: StatsOn,
     /// Whether the full-sequence gate counts look-ahead slots.
     pub gate_counts_lookahead: bool,
+    /// Whether the planner's memory check reserves the null block. Case C22 a.
+    pub planner_reserves_null: bool,
+    /// How the planner merges the specifications of a group.
+    pub group_merge: GroupMerge,
+    /// What admission predicts for Mamba groups in `align` mode. Case C08.
+    pub align_prediction: AlignPrediction,
     /// Whether `get_block_ids_for_computed_tokens` counts tokens per block across all
     /// context-parallel ranks (0.25.1 uses the per-rank block size and keeps too many).
     pub computed_ids_under_cp: bool,
@@ -95,18 +106,41 @@ pub enum StatsOn {
     Admission,
 }
 
+/// See [`Semantics::group_merge`]. `groups.md` §1.5.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GroupMerge {
+    /// The class of the first layer decides, so that the order of layers changes the groups.
+    LayerOrder,
+    /// The same groups for every order of layers.
+    OrderIndependent,
+}
+
+/// See [`Semantics::align_prediction`]. `groups.md` §2.6.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AlignPrediction {
+    /// 0.25.1's own number, wrong with external tokens and negative after rejected drafts.
+    Estimate,
+    /// What the allocation will take.
+    TrueNeed,
+}
+
 impl Semantics {
     /// Decision for decision what vLLM 0.25.1 does.
     pub const fn vllm_0_25_1() -> Self {
         Self {
             hash_domains: HashDomains::Bare,
             media_cursor: MediaCursor::LastItem,
+            eagle_credit: false,
+            eagle_retention: false,
             common_prefix: CommonPrefix::References,
             removal_event: RemovalEvent::EveryCopy,
             sparse_store_event: SparseStoreEvent::OnePerCall,
             deferred_free_order: DeferredFreeOrder::AcrossGroups,
             stats_on: StatsOn::Lookup,
             gate_counts_lookahead: false,
+            planner_reserves_null: false,
+            group_merge: GroupMerge::LayerOrder,
+            align_prediction: AlignPrediction::Estimate,
             computed_ids_under_cp: false,
         }
     }
@@ -116,12 +150,17 @@ impl Semantics {
         Self {
             hash_domains: HashDomains::Tagged,
             media_cursor: MediaCursor::FirstOverlap,
+            eagle_credit: true,
+            eagle_retention: true,
             common_prefix: CommonPrefix::RowMembership,
             removal_event: RemovalEvent::LastCopy,
             sparse_store_event: SparseStoreEvent::OnePerRun,
             deferred_free_order: DeferredFreeOrder::GroupByGroup,
             stats_on: StatsOn::Admission,
             gate_counts_lookahead: true,
+            planner_reserves_null: true,
+            group_merge: GroupMerge::OrderIndependent,
+            align_prediction: AlignPrediction::TrueNeed,
             computed_ids_under_cp: true,
         }
     }

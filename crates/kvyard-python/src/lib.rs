@@ -22,7 +22,7 @@ mod _kvyard {
     #[pymodule_export]
     use crate::hashing::{BlockHasher, HashFunction, hash_block_tokens};
     #[pymodule_export]
-    use crate::manager::{KVCacheManager, PrefixCacheStats};
+    use crate::manager::{CacheHit, KVCacheManager, PrefixCacheStats};
     #[pymodule_export]
     use crate::metrics::{KVCacheEvictionEvent, KVCacheMetricsCollector};
     #[pymodule_export]

@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use kvyard_core::stats::PrefixCacheStats as CoreStats;
 use kvyard_core::{
-    AllocateSlots, AttentionKind, BlockId, KVCacheBlocks as CoreBlocks,
+    AllocateSlots, AttentionKind, BlockId, KVCacheBlocks as CoreBlocks, KVCacheGroupSpec,
     KVCacheManager as CoreManager, KVCacheManagerConfig,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
 use crate::blocks::{BlockLease, KVCacheBlocks, id_lists};
-use crate::config::{groups, positive, positive_number};
+use crate::config::{config_count, groups, positive, positive_number};
 use crate::convert::count;
 use crate::error::OrPython;
 use crate::events::{take_events, use_int_block_hashes};
@@ -58,8 +58,50 @@ impl From<&CoreStats> for PrefixCacheStats {
 #[pymethods]
 impl PrefixCacheStats {
     fn __repr__(&self) -> String {
-        format!("{self:?}").replace(": ", "=").replace(" { ", "(").replace(" }", ")")
+        format!("{self:?}")
+            .replace(": ", "=")
+            .replace(" { ", "(")
+            .replace(" }", ")")
     }
+}
+
+/// What a lookup found.
+#[pyclass(frozen, get_all, module = "kvyard._kvyard")]
+#[derive(Debug)]
+pub(crate) struct CacheHit {
+    /// The blocks, one list a group; not pinned.
+    blocks: Py<KVCacheBlocks>,
+    /// Tokens that need not be computed.
+    num_tokens: u32,
+    /// By how much the deepest group's hit exceeded the agreed one, in tokens.
+    num_uncached_common_prefix_tokens: u32,
+    /// The pool's epoch at the lookup.
+    epoch: u64,
+}
+
+#[pymethods]
+impl CacheHit {
+    fn __repr__(&self) -> String {
+        format!(
+            "CacheHit(num_tokens={}, epoch={})",
+            self.num_tokens, self.epoch
+        )
+    }
+}
+
+/// The block sizes that vLLM would choose: the least common multiple of the groups' for scheduling, the
+/// greatest common divisor for hashing.
+fn default_block_sizes(groups: &[KVCacheGroupSpec], ranks: u32) -> (u32, u32) {
+    fn gcd(a: u32, b: u32) -> u32 {
+        if b == 0 { a } else { gcd(b, a % b) }
+    }
+    let sizes = groups
+        .iter()
+        .map(|group| group.spec.block_size.saturating_mul(ranks).max(1));
+    let scheduler = sizes
+        .clone()
+        .fold(1, |a, b| (a / gcd(a, b)).saturating_mul(b));
+    (scheduler, sizes.reduce(gcd).unwrap_or(1))
 }
 
 /// The KV-cache manager that a scheduler talks to.
@@ -96,7 +138,13 @@ impl KVCacheManager {
         if core.is_empty() {
             return Ok(self.empty_kv_cache_blocks.clone_ref(py));
         }
-        Py::new(py, KVCacheBlocks { core, pool: self.block_pool.clone_ref(py) })
+        Py::new(
+            py,
+            KVCacheBlocks {
+                core,
+                pool: self.block_pool.clone_ref(py),
+            },
+        )
     }
 
     fn with<R>(&self, py: Python<'_>, work: impl FnOnce(&mut CoreManager) -> R) -> PyResult<R> {
@@ -105,7 +153,9 @@ impl KVCacheManager {
 
     /// The hits of a call; the empty object is no hit at all.
     fn hits<'a>(&self, blocks: Option<&'a Bound<'_, KVCacheBlocks>>) -> Option<&'a CoreBlocks> {
-        blocks.map(|blocks| &blocks.get().core).filter(|blocks| !blocks.is_empty())
+        blocks
+            .map(|blocks| &blocks.get().core)
+            .filter(|blocks| !blocks.is_empty())
     }
 }
 
@@ -117,10 +167,17 @@ impl KVCacheManager {
         max_num_batched_tokens = None, enable_caching = true, use_eagle = false,
         log_stats = false, enable_kv_cache_events = false, dcp_world_size = 1,
         pcp_world_size = 1, metrics_collector = None, watermark = 0.0,
-        semantics = Semantics(kvyard_core::Semantics::corrected()), track_new_blocks = true
+        semantics = Semantics(kvyard_core::Semantics::corrected()), track_new_blocks = true,
+        retention_interval = None
     ))]
-    #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's KVCacheManager")]
-    #[expect(clippy::fn_params_excessive_bools, reason = "the signature of vLLM's KVCacheManager")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the signature of vLLM's KVCacheManager"
+    )]
+    #[expect(
+        clippy::fn_params_excessive_bools,
+        reason = "the signature of vLLM's KVCacheManager"
+    )]
     fn new(
         py: Python<'_>,
         kv_cache_config: Bound<'_, PyAny>,
@@ -138,26 +195,25 @@ impl KVCacheManager {
         watermark: f64,
         semantics: Semantics,
         track_new_blocks: bool,
+        retention_interval: Option<i64>,
     ) -> PyResult<Self> {
         let groups = groups(&kv_cache_config)?;
         let dcp_world_size = positive_number("dcp_world_size", dcp_world_size)?;
         let pcp_world_size = positive_number("pcp_world_size", pcp_world_size)?;
         let max_model_len = positive("max_model_len", max_model_len)?;
-        // One group's block size is the only one that fits; without groups any does.
         let ranks = dcp_world_size.saturating_mul(pcp_world_size);
-        let default_size =
-            groups.first().map_or(1, |group| group.spec.block_size.saturating_mul(ranks));
-        let size = |field: &str, value: Option<&Bound<'_, PyAny>>| match value {
+        let sizes = default_block_sizes(&groups, ranks);
+        let size = |field: &str, value: Option<&Bound<'_, PyAny>>, default: u32| match value {
             Some(value) => positive(field, value),
-            None => Ok(default_size),
+            None => Ok(default),
         };
         let kinds: Vec<AttentionKind> = groups.iter().map(|group| group.spec.kind).collect();
         let config = KVCacheManagerConfig {
             num_blocks: positive("num_blocks", &kv_cache_config.getattr("num_blocks")?)?,
             groups,
             max_model_len,
-            scheduler_block_size: size("scheduler_block_size", scheduler_block_size)?,
-            hash_block_size: size("hash_block_size", hash_block_size)?,
+            scheduler_block_size: size("scheduler_block_size", scheduler_block_size, sizes.0)?,
+            hash_block_size: size("hash_block_size", hash_block_size, sizes.1)?,
             max_num_batched_tokens: match max_num_batched_tokens {
                 Some(tokens) => positive("max_num_batched_tokens", tokens)?,
                 None => max_model_len,
@@ -168,19 +224,27 @@ impl KVCacheManager {
             enable_kv_cache_events,
             dcp_world_size,
             pcp_world_size,
+            retention_interval: retention_interval
+                .map(|tokens| config_count("retention_interval", tokens))
+                .transpose()?,
             watermark,
             track_new_blocks,
             track_row_edits: false,
             semantics: semantics.0,
         };
-        let residency = metrics_collector.as_ref().map(|metrics| metrics.get().start());
+        let residency = metrics_collector
+            .as_ref()
+            .map(|metrics| metrics.get().start());
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
         let core = CoreManager::new(config, residency).or_python()?;
         let (empty, watermark_blocks) = (core.empty_kv_cache_blocks(), core.watermark_blocks());
         let shared = Arc::new(Shared::new(Core::Manager(core), has_residency));
         let block_pool = Py::new(py, BlockPool::over(shared.clone(), metrics_collector))?;
-        let empty = KVCacheBlocks { core: empty, pool: block_pool.clone_ref(py) };
+        let empty = KVCacheBlocks {
+            core: empty,
+            pool: block_pool.clone_ref(py),
+        };
         Ok(Self {
             shared,
             block_pool,
@@ -216,7 +280,9 @@ impl KVCacheManager {
 
     /// Statistics since the last call; None unless they are kept.
     fn make_prefix_cache_stats(&self, py: Python<'_>) -> PyResult<Option<PrefixCacheStats>> {
-        self.with(py, |manager| manager.make_prefix_cache_stats().as_ref().map(Into::into))
+        self.with(py, |manager| {
+            manager.make_prefix_cache_stats().as_ref().map(Into::into)
+        })
     }
 
     /// The longest cached prefix of a request, and its length in tokens. Nothing is pinned.
@@ -226,8 +292,43 @@ impl KVCacheManager {
     ) -> PyResult<(Py<KVCacheBlocks>, u32)> {
         let py = request.py();
         let hit = RequestArgument::new(request, &self.shared)?
-            .with(|call, _| self.with(py, |manager| manager.get_computed_blocks(call)))?;
+            .with(|call, _| self.with(py, |manager| manager.lookup(call)))?;
         Ok((self.wrap(py, hit.blocks)?, hit.num_tokens))
+    }
+
+    /// As `get_computed_blocks`, with all that a lookup finds.
+    fn lookup(&self, request: &Bound<'_, PyAny>) -> PyResult<CacheHit> {
+        let py = request.py();
+        let hit = RequestArgument::new(request, &self.shared)?
+            .with(|call, _| self.with(py, |manager| manager.lookup(call)))?;
+        Ok(CacheHit {
+            epoch: hit.epoch(),
+            num_tokens: hit.num_tokens,
+            num_uncached_common_prefix_tokens: hit.num_uncached_common_prefix_tokens,
+            blocks: self.wrap(py, hit.blocks)?,
+        })
+    }
+
+    /// Each group's own longest hit, and its length in tokens for each group.
+    fn find_longest_cache_hit_per_group(
+        &self,
+        request: &Bound<'_, PyAny>,
+        max_cache_hit_length: i64,
+    ) -> PyResult<(Py<KVCacheBlocks>, Vec<u32>)> {
+        let py = request.py();
+        let max_length = count("max_cache_hit_length", max_cache_hit_length)?;
+        let (blocks, lengths) = RequestArgument::new(request, &self.shared)?.with(|call, _| {
+            self.with(py, |manager| {
+                manager.find_longest_cache_hit_per_group(call, max_length)
+            })
+        })?;
+        Ok((self.wrap(py, blocks)?, lengths))
+    }
+
+    /// By how much the deepest group's hit exceeded the agreed one at the last lookup, in tokens.
+    #[getter]
+    fn num_uncached_common_prefix_tokens(&self, py: Python<'_>) -> PyResult<u32> {
+        self.with(py, |manager| manager.num_uncached_common_prefix_tokens())
     }
 
     /// Blocks for a request's next tokens: the newly allocated ones, or None if they do not fit.
@@ -237,8 +338,14 @@ impl KVCacheManager {
         num_encoder_tokens = 0, full_sequence_must_fit = false, reserved_blocks = 0,
         has_scheduled_reqs = true, num_in_flight_tokens = None
     ))]
-    #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's allocate_slots")]
-    #[expect(clippy::fn_params_excessive_bools, reason = "the signature of vLLM's allocate_slots")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the signature of vLLM's allocate_slots"
+    )]
+    #[expect(
+        clippy::fn_params_excessive_bools,
+        reason = "the signature of vLLM's allocate_slots"
+    )]
     fn allocate_slots(
         &self,
         request: &Bound<'_, PyAny>,
@@ -260,11 +367,11 @@ impl KVCacheManager {
         let num_lookahead_tokens = count("num_lookahead_tokens", num_lookahead_tokens)?;
         let num_external_computed_tokens =
             count("num_external_computed_tokens", num_external_computed_tokens)?;
-        // No group of this version stores encoder tokens.
-        count("num_encoder_tokens", num_encoder_tokens)?;
+        let num_encoder_tokens = count("num_encoder_tokens", num_encoder_tokens)?;
         let reserved_blocks = count("reserved_blocks", reserved_blocks)?;
-        let in_flight =
-            num_in_flight_tokens.map(|tokens| count("num_in_flight_tokens", tokens)).transpose()?;
+        let in_flight = num_in_flight_tokens
+            .map(|tokens| count("num_in_flight_tokens", tokens))
+            .transpose()?;
         let request = RequestArgument::new(request, &self.shared)?;
         let (blocks, row) = request.with(|call, row_hint| {
             let mut call = *call;
@@ -279,6 +386,7 @@ impl KVCacheManager {
                 new_computed_blocks: self.hits(new_computed_blocks),
                 num_lookahead_tokens,
                 num_external_computed_tokens,
+                num_encoder_tokens,
                 delay_cache_blocks,
                 full_sequence_must_fit,
                 reserved_blocks,
@@ -298,11 +406,23 @@ impl KVCacheManager {
         blocks.map(|blocks| self.wrap(py, blocks)).transpose()
     }
 
-    /// Gives up a request: its blocks go back, tail first. An unknown request is none.
-    fn free(&self, request: &Bound<'_, PyAny>) -> PyResult<()> {
+    /// Gives up a request: its blocks go back, tail first. An unknown request is none. With
+    /// `num_written_tokens`, keys of blocks beyond those tokens are forgotten.
+    #[pyo3(signature = (request, num_written_tokens = None))]
+    fn free(&self, request: &Bound<'_, PyAny>, num_written_tokens: Option<i64>) -> PyResult<()> {
         let py = request.py();
-        RequestArgument::name(request)?
-            .with(|name, row| self.with(py, |manager| manager.free(name, row)))
+        let written = num_written_tokens
+            .map(|tokens| count("num_written_tokens", tokens))
+            .transpose()?;
+        RequestArgument::name(request)?.with(|name, row| {
+            self.shared.try_with(py, |core| match written {
+                Some(written) => core.manager().free_written(name, row, written),
+                None => {
+                    core.manager().free(name, row);
+                    Ok(())
+                }
+            })
+        })
     }
 
     /// Gives up a request and keeps its blocks held until the lease is given back.
@@ -319,7 +439,9 @@ impl KVCacheManager {
     /// Gives popped blocks back, in the order that the semantics say.
     fn free_popped(&self, lease: &Bound<'_, BlockLease>) -> PyResult<()> {
         let py = lease.py();
-        lease.get().release(|lease| self.with(py, |manager| manager.free_popped(lease)))
+        lease
+            .get()
+            .release(|lease| self.with(py, |manager| manager.free_popped(lease)))
     }
 
     /// Releases the blocks that no later token of a request will read.
@@ -332,15 +454,19 @@ impl KVCacheManager {
         num_prompt_tokens: Option<i64>,
     ) -> PyResult<()> {
         let computed = count("total_computed_tokens", total_computed_tokens)?;
-        let prompt =
-            num_prompt_tokens.map(|tokens| count("num_prompt_tokens", tokens)).transpose()?;
-        self.with(py, |manager| manager.remove_skipped_blocks(request_id, None, computed, prompt))
+        let prompt = num_prompt_tokens
+            .map(|tokens| count("num_prompt_tokens", tokens))
+            .transpose()?;
+        self.with(py, |manager| {
+            manager.remove_skipped_blocks(request_id, None, computed, prompt)
+        })
     }
 
     /// Takes all keys from blocks, in the order of the ids; references stay.
     fn evict_blocks(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = evicted_ids(block_ids)?;
-        self.shared.try_with(block_ids.py(), |core| core.pool_mut().evict_blocks(&ids))
+        self.shared
+            .try_with(block_ids.py(), |core| core.pool_mut().evict_blocks(&ids))
     }
 
     /// Offers the blocks that a request's first tokens fill to the prefix cache.
@@ -348,13 +474,15 @@ impl KVCacheManager {
         let py = request.py();
         let computed = count("num_computed_tokens", num_computed_tokens)?;
         RequestArgument::new(request, &self.shared)?.with(|call, row| {
-            self.shared.try_with(py, |core| core.manager().cache_blocks(call, row, computed))
+            self.shared
+                .try_with(py, |core| core.manager().cache_blocks(call, row, computed))
         })
     }
 
     /// Forgets the prefix cache, if no block is held. Whether it did.
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<bool> {
-        self.shared.try_with(py, |core| core.manager().reset_prefix_cache())
+        self.shared
+            .try_with(py, |core| core.manager().reset_prefix_cache())
     }
 
     /// A list a group: how many leading blocks of a request all tracked requests share.
@@ -364,7 +492,9 @@ impl KVCacheManager {
         running_request_id: &str,
     ) -> PyResult<Vec<usize>> {
         self.with(py, |manager| {
-            manager.get_num_common_prefix_blocks(running_request_id).to_vec()
+            manager
+                .get_num_common_prefix_blocks(running_request_id)
+                .to_vec()
         })
     }
 
@@ -409,9 +539,10 @@ impl KVCacheManager {
         Ok(ids.into_iter().map(|block| block.0).collect())
     }
 
-    /// A new step begins. No group of this version keeps anything for a step.
-    #[expect(clippy::unused_self, reason = "a method of vLLM's manager")]
-    fn new_step_starts(&self) {}
+    /// A new step begins: what the last one wrote can be built on.
+    fn new_step_starts(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, CoreManager::new_step_starts)
+    }
 
     /// A snapshot of the given blocks, one iterable a group; the empty object for no blocks at all.
     fn create_kv_cache_blocks(&self, blocks: &Bound<'_, PyAny>) -> PyResult<Py<KVCacheBlocks>> {
@@ -419,11 +550,17 @@ impl KVCacheManager {
         let pool = self.block_pool.get();
         let groups: Vec<Vec<BlockId>> = blocks
             .try_iter()?
-            .map(|group| group?.try_iter()?.map(|block| pool.block_id(&block?)).collect())
+            .map(|group| {
+                group?
+                    .try_iter()?
+                    .map(|block| pool.block_id(&block?))
+                    .collect()
+            })
             .collect::<PyResult<_>>()?;
         let epoch = self.with(py, |manager| manager.pool().epoch())?;
         let groups = groups.iter().map(Vec::as_slice);
-        self.wrap(py, CoreBlocks::from_groups(groups, self.shared.pool_id, epoch))
+        let blocks = CoreBlocks::from_groups(groups, self.shared.pool_id, epoch);
+        self.wrap(py, blocks.with_own_lengths())
     }
 
     /// Checks every invariant; AssertionError names the one that does not hold.

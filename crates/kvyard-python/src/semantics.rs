@@ -1,8 +1,8 @@
 //! `kvyard.Semantics`.
 
 use kvyard_core::semantics::{
-    CommonPrefix, DeferredFreeOrder, HashDomains, MediaCursor, RemovalEvent, Semantics as Core,
-    SparseStoreEvent, StatsOn,
+    AlignPrediction, CommonPrefix, DeferredFreeOrder, GroupMerge, HashDomains, MediaCursor,
+    RemovalEvent, Semantics as Core, SparseStoreEvent, StatsOn,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -50,6 +50,8 @@ two_values! {
     RemovalEvent { EveryCopy = "every_copy", LastCopy = "last_copy" }
     SparseStoreEvent { OnePerCall = "one_per_call", OnePerRun = "one_per_run" }
     DeferredFreeOrder { AcrossGroups = "across_groups", GroupByGroup = "group_by_group" }
+    GroupMerge { LayerOrder = "layer_order", OrderIndependent = "order_independent" }
+    AlignPrediction { Estimate = "estimate", TrueNeed = "true_need" }
     StatsOn { Lookup = "lookup", Admission = "admission" }
 }
 
@@ -90,6 +92,18 @@ impl Semantics {
         self.0.media_cursor.name()
     }
 
+    /// Whether a cached block past the cap proves an EAGLE group's look-ahead block.
+    #[getter]
+    fn eagle_credit(&self) -> bool {
+        self.0.eagle_credit
+    }
+
+    /// Whether sparse retention keeps the boundaries that are left after the EAGLE drop.
+    #[getter]
+    fn eagle_retention(&self) -> bool {
+        self.0.eagle_retention
+    }
+
     /// What counts as common to all requests: "references" or "row_membership".
     #[getter]
     fn common_prefix(&self) -> &'static str {
@@ -126,6 +140,24 @@ impl Semantics {
         self.0.gate_counts_lookahead
     }
 
+    /// Whether the planner's memory check reserves the null block.
+    #[getter]
+    fn planner_reserves_null(&self) -> bool {
+        self.0.planner_reserves_null
+    }
+
+    /// How the planner merges specifications: "layer_order" or "order_independent".
+    #[getter]
+    fn group_merge(&self) -> &'static str {
+        self.0.group_merge.name()
+    }
+
+    /// What admission predicts for Mamba groups in align mode: "estimate" or "true_need".
+    #[getter]
+    fn align_prediction(&self) -> &'static str {
+        self.0.align_prediction.name()
+    }
+
     /// Whether `get_block_ids_for_computed_tokens` counts tokens across all context-parallel ranks.
     #[getter]
     fn computed_ids_under_cp(&self) -> bool {
@@ -151,11 +183,15 @@ fn set_field(core: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<
         T::parse(field, &name)
     }
     fn flag(field: &'static str, value: &Bound<'_, PyAny>) -> PyResult<bool> {
-        value.extract().map_err(|_| invalid_argument(field, "must be True or False"))
+        value
+            .extract()
+            .map_err(|_| invalid_argument(field, "must be True or False"))
     }
     match name {
         "hash_domains" => core.hash_domains = parse("hash_domains", value)?,
         "media_cursor" => core.media_cursor = parse("media_cursor", value)?,
+        "eagle_credit" => core.eagle_credit = flag("eagle_credit", value)?,
+        "eagle_retention" => core.eagle_retention = flag("eagle_retention", value)?,
         "common_prefix" => core.common_prefix = parse("common_prefix", value)?,
         "removal_event" => core.removal_event = parse("removal_event", value)?,
         "sparse_store_event" => core.sparse_store_event = parse("sparse_store_event", value)?,
@@ -164,10 +200,20 @@ fn set_field(core: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<
         "gate_counts_lookahead" => {
             core.gate_counts_lookahead = flag("gate_counts_lookahead", value)?;
         }
+        "planner_reserves_null" => {
+            core.planner_reserves_null = flag("planner_reserves_null", value)?;
+        }
+        "group_merge" => core.group_merge = parse("group_merge", value)?,
+        "align_prediction" => core.align_prediction = parse("align_prediction", value)?,
         "computed_ids_under_cp" => {
             core.computed_ids_under_cp = flag("computed_ids_under_cp", value)?;
         }
-        _ => return Err(invalid_argument("semantics", format!("has no field {name:?}"))),
+        _ => {
+            return Err(invalid_argument(
+                "semantics",
+                format!("has no field {name:?}"),
+            ));
+        }
     }
     Ok(())
 }

@@ -84,11 +84,7 @@ impl Shared {
 
     /// Runs `work` on the core, alone. `work` must not run Python.
     #[inline]
-    pub(crate) fn with<R>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&mut Core) -> R,
-    ) -> PyResult<R> {
+    pub(crate) fn with<R>(&self, py: Python<'_>, work: impl FnOnce(&mut Core) -> R) -> PyResult<R> {
         self.run(py, work).map_err(PoisonedError::new_err)
     }
 
@@ -178,7 +174,12 @@ mod tests {
             assert_eq!(shared.run(py, |core| core.pool().num_blocks()), Ok(4));
             let broken = shared.run(py, |_| panic!("I4: made up"));
             assert_eq!(broken, Err::<(), _>("I4: made up".to_owned()));
-            assert!(shared.run(py, |core| core.pool().num_blocks()).unwrap_err().contains("unusable"));
+            assert!(
+                shared
+                    .run(py, |core| core.pool().num_blocks())
+                    .unwrap_err()
+                    .contains("unusable")
+            );
         });
     }
 }

@@ -10,10 +10,12 @@ use super::{KVCacheManager, span};
 use crate::blocks::KVCacheBlocks;
 use crate::error::Result;
 use crate::event_log::EventReserve;
-use crate::id::{BlockId, RequestRow, length};
+use crate::id::{BlockId, GroupId, NULL_BLOCK, RequestRow, length};
 use crate::request_view::{RequestCall, RequestStatus};
 use crate::semantics::StatsOn;
-use crate::single_type::{Demand, GroupState, SingleTypeKVCacheManager, num_evictable};
+use crate::single_type::{
+    Attachment, Demand, GroupState, NewBlocks, SingleTypeKVCacheManager, num_evictable,
+};
 
 /// Arguments of `allocate_slots`; the names are vLLM's, the units tokens unless said.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +34,8 @@ pub struct AllocateSlots<'a> {
     pub num_lookahead_tokens: u32,
     /// Supplied by a connector.
     pub num_external_computed_tokens: u32,
+    /// Tokens of the encoder that cross attention stores; only with the first allocation.
+    pub num_encoder_tokens: u32,
     /// The blocks will be cached later, by `cache_blocks`.
     pub delay_cache_blocks: bool,
     /// Refuse a request whose whole sequence cannot fit.
@@ -53,6 +57,7 @@ impl<'a> AllocateSlots<'a> {
             new_computed_blocks: None,
             num_lookahead_tokens: 0,
             num_external_computed_tokens: 0,
+            num_encoder_tokens: 0,
             delay_cache_blocks: false,
             full_sequence_must_fit: false,
             reserved_blocks: 0,
@@ -61,7 +66,8 @@ impl<'a> AllocateSlots<'a> {
     }
 
     fn hits(&self, group: usize) -> &'a [BlockId] {
-        self.new_computed_blocks.map_or(&[], |blocks| blocks.blocks(group))
+        self.new_computed_blocks
+            .map_or(&[], |blocks| blocks.blocks(group))
     }
 }
 
@@ -69,17 +75,20 @@ impl<'a> AllocateSlots<'a> {
 #[derive(Clone, Debug, Default)]
 struct GroupPlan {
     /// Positions released because no later token reads them.
-    released: Range<u32>,
-    /// Leading nulls of a new row.
-    padding: u32,
-    /// Hits from here on are attached.
-    hits_from: usize,
-    /// Blocks for external tokens.
-    external: u32,
-    /// Blocks for new and look-ahead tokens.
-    fresh: u32,
+    released: [Range<u32>; 2],
+    /// How a new row begins.
+    attachment: Attachment,
+    /// How the row grows.
+    new: NewBlocks,
     /// Positions that get keys.
     cached: Range<u32>,
+}
+
+impl GroupPlan {
+    /// Blocks taken from the pool.
+    fn num_new_blocks(&self) -> u32 {
+        self.attachment.external + self.new.fresh
+    }
 }
 
 /// What an `allocate_slots` will do. A refusal is a plan too: it releases what no later token reads,
@@ -139,7 +148,9 @@ impl KVCacheManager {
         let tracked = self.is_running(row);
         let attaches_hits = !tracked
             && (call.num_external_computed_tokens > 0
-                || call.new_computed_blocks.is_some_and(|blocks| !blocks.is_empty()));
+                || call
+                    .new_computed_blocks
+                    .is_some_and(|blocks| !blocks.is_empty()));
         self.check_call(call, row, tracked, attaches_hits)?;
         let mut plan = AllocatePlan {
             call: *call,
@@ -148,28 +159,39 @@ impl KVCacheManager {
             attaches_hits,
             groups: SmallVec::new(),
         };
-        let waiting =
-            matches!(request.view.status, RequestStatus::Waiting | RequestStatus::Preempted);
-        let watermark = if call.has_scheduled_reqs && waiting { self.watermark_blocks } else { 0 };
+        let waiting = matches!(
+            request.view.status,
+            RequestStatus::Waiting | RequestStatus::Preempted
+        );
+        let watermark = if call.has_scheduled_reqs && waiting {
+            self.watermark_blocks
+        } else {
+            0
+        };
         let alone = self.semantics_lookahead_alone(call, row);
         let mut tokens = self.tokens(call, call.num_lookahead_tokens);
-        if alone {
-            self.drop_lookahead_that_cannot_fit(call, row, &mut tokens);
+        let whole = self.whole_sequence(call, &tokens, attaches_hits);
+        if alone && self.num_blocks_to_allocate(call, row, &whole) > self.num_free_blocks() {
+            tokens = self.tokens(call, 0);
         }
-        if call.full_sequence_must_fit && !self.whole_sequence_fits(call, row, &tokens, watermark) {
-            plan.groups.resize_with(self.managers.len(), GroupPlan::default);
+        let whole = self.whole_sequence(call, &tokens, attaches_hits);
+        if call.full_sequence_must_fit
+            && self.num_blocks_to_allocate(call, row, &whole) + i64::from(watermark)
+                > self.num_free_blocks()
+        {
+            plan.groups
+                .resize_with(self.managers.len(), GroupPlan::default);
             return Ok(plan);
         }
         let freed = self.plan_release(call, row, &tokens, &mut plan.groups);
         let free = self.pool.num_free_blocks() as u64 + freed;
-        let demand =
-            Demand { num_tokens: tokens.slots, total_computed: tokens.local + tokens.external };
-        let predicted = self.num_blocks_to_allocate(call, row, demand);
-        let available = free.saturating_sub(u64::from(call.reserved_blocks));
-        if predicted + u64::from(watermark) > available {
+        let demand = self.demand(call, &tokens, attaches_hits);
+        let predicted = self.num_blocks_to_allocate(call, row, &demand);
+        let available = i128::from(free) - i128::from(call.reserved_blocks);
+        if i128::from(predicted) + i128::from(watermark) > available {
             return Ok(plan);
         }
-        let taken = self.plan_groups(call, row, attaches_hits, &tokens, &mut plan.groups)?;
+        let taken = self.plan_groups(call, row, &demand, &mut plan.groups)?;
         plan.admitted = taken <= free;
         Ok(plan)
     }
@@ -191,16 +213,19 @@ impl KVCacheManager {
         let (mut appended, mut taken) = (0, 0);
         let (mut new_keys, mut events) = (0, EventReserve::default());
         for (index, group) in plan.groups.iter().enumerate() {
-            let hits = plan.call.hits(index).len() - group.hits_from;
-            let new_blocks = (group.external + group.fresh) as usize;
-            let row_blocks = group.padding as usize + hits + new_blocks;
+            let hits = plan.call.hits(index).len() - group.attachment.hits_from;
+            let new_blocks = group.num_new_blocks() as usize;
+            let nulls = (group.attachment.padding + group.new.nulls) as usize;
+            let row_blocks = nulls + hits + group.new.moved.len() + new_blocks;
             let manager = &mut self.managers[index];
             self.tables.reserve(row, manager.group(), row_blocks)?;
-            manager.reserve_row(row, new_blocks)?;
+            manager.reserve_row(row, new_blocks, group.cached.len())?;
             appended += row_blocks;
             taken += new_blocks;
             new_keys += group.cached.len();
-            events += self.pool.events_of_stores(group.cached.len(), manager.block_size());
+            events += self
+                .pool
+                .events_of_stores(group.cached.len(), manager.block_size());
         }
         events += self.pool.events_of_evictions(taken);
         self.tables.reserve_edits(appended)?;
@@ -209,14 +234,16 @@ impl KVCacheManager {
 
     /// Carries the plan out.
     pub fn apply_allocate_slots(&mut self, plan: AllocatePlan<'_>) -> Option<KVCacheBlocks> {
-        let AllocatePlan { call, row, admitted, attaches_hits, groups } = plan;
+        let AllocatePlan {
+            call,
+            row,
+            admitted,
+            attaches_hits,
+            groups,
+        } = plan;
         if let Some(row) = row {
-            for (manager, group) in self.managers.iter().zip(&groups) {
-                if !group.released.is_empty() {
-                    let nulled =
-                        self.tables.null_range(row, manager.group(), group.released.clone());
-                    self.pool.release_from_row(nulled);
-                }
+            for (index, group) in groups.iter().enumerate() {
+                self.release_ranges(row, GroupId::from_index(index), group.released.clone());
             }
         }
         if !admitted {
@@ -230,13 +257,15 @@ impl KVCacheManager {
         if attaches_hits {
             self.attach_hits(row, &call, &groups);
         }
-        let fresh = self.take_fresh(row, &groups);
+        let fresh = self.take_new_blocks(row, &groups);
         for (manager, group) in self.managers.iter_mut().zip(groups) {
             if !group.cached.is_empty() {
                 let blocks = self.tables.row(row, manager.group());
                 let call = span(call.request, blocks, manager, group.cached.clone());
                 self.pool.apply_cache_full_blocks(&call);
                 manager.set_num_cached_block(row, group.cached.end);
+                let positions = group.cached.start as usize..group.cached.end as usize;
+                manager.note_cached(&self.pool, &blocks[positions]);
             }
         }
         Some(fresh)
@@ -248,7 +277,9 @@ impl KVCacheManager {
     /// its first block filled.
     fn is_running(&self, row: Option<RequestRow>) -> bool {
         row.is_some_and(|row| {
-            self.managers.iter().any(|manager| manager.num_cached_block(row).is_some())
+            self.managers
+                .iter()
+                .any(|manager| manager.num_cached_block(row).is_some())
         })
     }
 
@@ -258,7 +289,13 @@ impl KVCacheManager {
         let total = (local + external).min(self.config.max_model_len);
         let main = total + call.num_new_tokens;
         let slots = (main + num_lookahead_tokens).min(self.config.max_model_len);
-        Tokens { total, main, slots, local, external }
+        Tokens {
+            total,
+            main,
+            slots,
+            local,
+            external,
+        }
     }
 
     /// Whether look-ahead may be given up for this call, because no other block is held: refusing it
@@ -274,54 +311,57 @@ impl KVCacheManager {
         self.pool.num_free_blocks() + own.sum::<usize>() + 1 == self.pool.num_blocks() as usize
     }
 
-    fn drop_lookahead_that_cannot_fit(
-        &self,
-        call: &AllocateSlots<'_>,
-        row: Option<RequestRow>,
-        tokens: &mut Tokens,
-    ) {
-        let lookahead = tokens.slots.saturating_sub(tokens.main);
-        let whole = call.request.view.num_tokens.max(tokens.main) + lookahead;
-        let demand = Demand {
-            num_tokens: whole.min(self.config.max_model_len),
+    fn num_free_blocks(&self) -> i64 {
+        i64::from(length(self.pool.num_free_blocks()))
+    }
+
+    /// Step 7's demand: this step.
+    fn demand(&self, call: &AllocateSlots<'_>, tokens: &Tokens, attaches_hits: bool) -> Demand {
+        Demand {
+            num_tokens: tokens.slots,
+            num_tokens_main: tokens.main,
             total_computed: tokens.local + tokens.external,
-        };
-        if self.num_blocks_to_allocate(call, row, demand) > self.pool.num_free_blocks() as u64 {
-            *tokens = self.tokens(call, 0);
+            external: tokens.external,
+            num_encoder_tokens: call.num_encoder_tokens,
+            attaches_hits,
+            capped_with_lookahead: None,
         }
     }
 
-    /// Step 5. Look-ahead is counted where the semantics say so.
-    fn whole_sequence_fits(
+    /// Step 5's demand: the whole sequence. Look-ahead is counted where the semantics say so.
+    fn whole_sequence(
         &self,
         call: &AllocateSlots<'_>,
-        row: Option<RequestRow>,
         tokens: &Tokens,
-        watermark: u32,
-    ) -> bool {
+        attaches_hits: bool,
+    ) -> Demand {
+        let longest = self.config.max_model_len;
         let lookahead = if self.config.semantics.gate_counts_lookahead {
             tokens.slots.saturating_sub(tokens.main)
         } else {
             0
         };
-        let whole = call.request.view.num_tokens.saturating_add(lookahead);
-        let demand = Demand {
-            num_tokens: whole.min(self.config.max_model_len),
+        let main = call.request.view.num_tokens.min(longest);
+        Demand {
+            num_tokens: main.saturating_add(lookahead).min(longest),
+            num_tokens_main: main,
             total_computed: tokens.total,
-        };
-        let needed = self.num_blocks_to_allocate(call, row, demand) + u64::from(watermark);
-        needed <= self.pool.num_free_blocks() as u64
+            external: tokens.external,
+            num_encoder_tokens: call.num_encoder_tokens,
+            attaches_hits,
+            capped_with_lookahead: Some(lookahead),
+        }
     }
 
     fn num_blocks_to_allocate(
         &self,
         call: &AllocateSlots<'_>,
         row: Option<RequestRow>,
-        demand: Demand,
-    ) -> u64 {
+        demand: &Demand,
+    ) -> i64 {
         let group = |(index, manager): (usize, &SingleTypeKVCacheManager)| {
             let state = self.group_state(manager, row);
-            u64::from(manager.num_blocks_to_allocate(&self.pool, &state, call.hits(index), demand))
+            manager.num_blocks_to_allocate(&self.pool, &state, call.hits(index), demand)
         };
         self.managers.iter().enumerate().map(group).sum()
     }
@@ -341,13 +381,17 @@ impl KVCacheManager {
         let processed = tokens.total.saturating_sub(view.num_in_flight_tokens);
         let mut freed = 0;
         for manager in &self.managers {
-            let blocks = self.group_state(manager, row).row;
-            let released = manager.skipped_range(blocks, processed, Some(view.num_prompt_tokens));
-            let unused = blocks[released.start as usize..released.end as usize]
+            let state = self.group_state(manager, row);
+            let released = manager.skipped_ranges(&state, processed, Some(view.num_prompt_tokens));
+            let unused = released
                 .iter()
-                .filter(|block| self.pool.ref_cnt(**block) == 1);
+                .flat_map(|span| &state.row[span.start.min(span.end) as usize..span.end as usize]);
+            let unused = unused.filter(|block| self.pool.ref_cnt(**block) == 1);
             freed += unused.count() as u64;
-            groups.push(GroupPlan { released, ..GroupPlan::default() });
+            groups.push(GroupPlan {
+                released,
+                ..GroupPlan::default()
+            });
         }
         freed
     }
@@ -357,31 +401,27 @@ impl KVCacheManager {
         &self,
         call: &AllocateSlots<'_>,
         row: Option<RequestRow>,
-        attaches_hits: bool,
-        tokens: &Tokens,
+        demand: &Demand,
         groups: &mut SmallVec<[GroupPlan; 2]>,
     ) -> Result<u64> {
         let mut taken = 0;
         for (index, (manager, plan)) in self.managers.iter().zip(groups).enumerate() {
             let state = self.group_state(manager, row);
             let hits = call.hits(index);
-            let mut len = length(state.row.len());
-            if attaches_hits {
-                let total = tokens.local + tokens.external;
-                plan.padding = manager.num_skipped_blocks(total);
-                plan.hits_from = hits.len().min(plan.padding as usize);
-                let attached = &hits[plan.hits_from..];
-                len = plan.padding + length(attached.len());
-                plan.external = manager.num_external_blocks(len, tokens.local, tokens.external);
-                taken += u64::from(num_evictable(&self.pool, attached) + plan.external);
+            let (mut len, mut offered) = (length(state.row.len()), state.num_cached);
+            if demand.attaches_hits {
+                plan.attachment = manager.plan_attachment(hits, demand);
+                let attached = &hits[plan.attachment.hits_from..];
+                len += plan.attachment.padding + length(attached.len());
+                offered = manager.offers_attached_blocks().then_some(len);
+                len += plan.attachment.external;
+                taken += u64::from(num_evictable(&self.pool, attached));
             }
-            let offered = if attaches_hits { Some(len) } else { state.num_cached };
-            len += plan.external;
-            plan.fresh = tokens.slots.div_ceil(manager.block_size()).saturating_sub(len);
-            taken += u64::from(plan.fresh);
-            len += plan.fresh;
+            plan.new = manager.plan_new_blocks(&state, len, demand);
+            len += plan.new.nulls + (plan.new.moved.end - plan.new.moved.start) + plan.new.fresh;
+            taken += u64::from(plan.num_new_blocks());
             if self.config.enable_caching && !call.delay_cache_blocks {
-                plan.cached = self.plan_caching(call, manager, &state, offered, len, tokens)?;
+                plan.cached = self.plan_caching(call, manager, &state, (offered, len), demand)?;
             }
         }
         Ok(taken)
@@ -393,18 +433,19 @@ impl KVCacheManager {
         call: &AllocateSlots<'_>,
         manager: &SingleTypeKVCacheManager,
         state: &GroupState<'_>,
-        offered: Option<u32>,
-        len: u32,
-        tokens: &Tokens,
+        (offered, len): (Option<u32>, u32),
+        demand: &Demand,
     ) -> Result<Range<u32>> {
-        let commit = tokens.main.min(call.request.view.num_tokens);
+        let commit = demand.num_tokens_main.min(call.request.view.num_tokens);
+        let commit = self.coordinator.num_cacheable_tokens(manager, commit);
         let start = offered.unwrap_or(0);
         let stop = (commit / manager.block_size()).min(len);
         if start >= stop {
             return Ok(0..0);
         }
         let spanned = span(call.request, state.row, manager, start..stop);
-        self.pool.plan_cache_full_blocks(&spanned, state.row.len())?;
+        self.pool
+            .plan_cache_full_blocks(&spanned, state.row.len())?;
         Ok(start..stop)
     }
 
@@ -418,7 +459,8 @@ impl KVCacheManager {
             && self.config.semantics.stats_on == StatsOn::Admission
             && !view.skip_reading_prefix_cache
         {
-            self.prefix_cache_stats.record(view, call.num_new_computed_tokens);
+            self.prefix_cache_stats
+                .record(view, call.num_new_computed_tokens);
         }
     }
 
@@ -426,40 +468,54 @@ impl KVCacheManager {
     fn attach_hits(&mut self, row: RequestRow, call: &AllocateSlots<'_>, groups: &[GroupPlan]) {
         let pool = &mut self.pool;
         for (index, (manager, group)) in self.managers.iter_mut().zip(groups).enumerate() {
-            let hits = &call.hits(index)[group.hits_from..];
+            let hits = &call.hits(index)[group.attachment.hits_from..];
+            let padding = group.attachment.padding as usize;
             self.tables.append_with(row, manager.group(), |blocks| {
-                blocks.resize(blocks.len() + group.padding as usize, crate::id::NULL_BLOCK);
+                blocks.resize(blocks.len() + padding, NULL_BLOCK);
                 for block in hits {
                     pool.attach_to_row(*block);
                 }
                 blocks.extend_from_slice(hits);
             });
-            let offered = group.padding as usize + hits.len();
-            manager.set_num_cached_block(row, length(offered));
+            if manager.offers_attached_blocks() {
+                manager.set_num_cached_block(row, length(padding + hits.len()));
+            }
         }
         for (manager, group) in self.managers.iter_mut().zip(groups) {
-            if group.external > 0 {
-                self.tables.append_with(row, manager.group(), |blocks| {
-                    let start = blocks.len();
-                    pool.take_for_row(group.external, blocks);
-                    manager.record_new_blocks(&blocks[start..]);
-                });
-            }
+            let external = group.attachment.external;
+            self.tables.append_with(row, manager.group(), |blocks| {
+                let start = blocks.len();
+                pool.take_for_row(external, blocks);
+                manager.record_new_blocks(&blocks[start..]);
+            });
         }
     }
 
-    /// Step 10, and what the call returns.
-    fn take_fresh(&mut self, row: RequestRow, groups: &[GroupPlan]) -> KVCacheBlocks {
+    /// Step 10, and what the call returns: what was appended, nulls and moved blocks included.
+    fn take_new_blocks(&mut self, row: RequestRow, groups: &[GroupPlan]) -> KVCacheBlocks {
         let pool = &mut self.pool;
-        let mut fresh = KVCacheBlocks::builder(pool.id(), pool.epoch());
-        for (manager, group) in self.managers.iter_mut().zip(groups) {
-            self.tables.append_with(row, manager.group(), |blocks| {
+        let mut appended = KVCacheBlocks::builder(pool.id(), pool.epoch());
+        for (manager, plan) in self.managers.iter_mut().zip(groups) {
+            let (group, new) = (manager.group(), &plan.new);
+            let before = self.tables.row(row, group).len();
+            if new.nulls > 0 || !new.moved.is_empty() {
+                self.tables.append_with(row, group, |blocks| {
+                    blocks.resize(blocks.len() + new.nulls as usize, NULL_BLOCK);
+                    blocks.extend_from_within(new.moved.start as usize..new.moved.end as usize);
+                });
+                // The moved blocks keep their references: only their old places are given up.
+                self.tables
+                    .null_range(row, group, new.moved.clone())
+                    .for_each(drop);
+            }
+            self.tables.append_with(row, group, |blocks| {
                 let start = blocks.len();
-                pool.take_for_row(group.fresh, blocks);
+                pool.take_for_row(new.fresh, blocks);
                 manager.record_new_blocks(&blocks[start..]);
-                fresh.push_group(&blocks[start..]);
             });
+            manager.note_allocated(row, new);
+            appended.push_group(&self.tables.row(row, group)[before..]);
         }
-        fresh
+        appended
     }
 }

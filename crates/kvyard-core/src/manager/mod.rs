@@ -16,14 +16,18 @@ mod arguments;
 mod requests;
 mod validate;
 
+pub use crate::coordinator::CacheHit;
 pub use allocate::{AllocatePlan, AllocateSlots};
+
+use std::ops::Range;
 
 use smallvec::SmallVec;
 
 use crate::block_pool::{BlockPool, BlockPoolConfig};
 use crate::block_table::{BlockTables, RowEditLog};
 use crate::blocks::{BlockLease, GroupEnds, KVCacheBlocks};
-use crate::caching::{CacheFullBlocks, MergedBlockHashes};
+use crate::caching::CacheFullBlocks;
+use crate::coordinator::{KVCacheCoordinator, PrefixLookup};
 use crate::error::{KVCacheError, Result};
 use crate::event_log::EventReserve;
 use crate::id::{BlockId, GroupId, RequestRow, length};
@@ -33,24 +37,6 @@ use crate::single_type::{GroupState, SingleTypeKVCacheManager};
 use crate::spec::KVCacheManagerConfig;
 use crate::stats::{PrefixCacheStats, ResidencyMetrics};
 use requests::TrackedRequests;
-
-/// How a prefix is looked up across the groups. vLLM's coordinator classes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum KVCacheCoordinator {
-    /// Caching is off: nothing is ever found. Any number of groups.
-    NoPrefixCache,
-    /// One group.
-    Unitary,
-}
-
-/// What a lookup found.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CacheHit {
-    /// The blocks, one list a group. Not pinned: any allocation may make them stale.
-    pub blocks: KVCacheBlocks,
-    /// Tokens that need not be computed.
-    pub num_tokens: u32,
-}
 
 /// See the module.
 #[derive(Debug)]
@@ -63,6 +49,7 @@ pub struct KVCacheManager {
     requests: TrackedRequests,
     managers: Vec<SingleTypeKVCacheManager>,
     prefix_cache_stats: PrefixCacheStats,
+    num_uncached_common_prefix_tokens: u32,
 }
 
 impl KVCacheManager {
@@ -72,7 +59,7 @@ impl KVCacheManager {
     /// `Config`, naming the argument; `OutOfMemory`.
     pub fn new(config: KVCacheManagerConfig, residency: Option<ResidencyMetrics>) -> Result<Self> {
         config.check()?;
-        let pool = BlockPool::new(
+        let mut pool = BlockPool::new(
             BlockPoolConfig {
                 num_blocks: config.num_blocks,
                 enable_caching: config.enable_caching,
@@ -82,21 +69,17 @@ impl KVCacheManager {
             },
             residency,
         )?;
-        // With a drafter and no group flagged, all groups count as flagged (vLLM's coordinator).
-        let any_flagged = config.groups.iter().any(|group| group.is_eagle_group);
-        let managers = config
-            .groups
-            .iter()
+        if let Some((sink_len, block_size)) = config.sink_len() {
+            pool.withdraw(sink_len / block_size)?;
+        }
+        let (coordinator, eagle) = KVCacheCoordinator::new(&config);
+        let any_eagle = eagle.contains(&true);
+        let managers = eagle
+            .into_iter()
             .enumerate()
-            .map(|(group, spec)| {
-                let mut manager = SingleTypeKVCacheManager::new(
-                    GroupId::from_index(group),
-                    &spec.spec,
-                    config.context_parallel_size(),
-                    config.track_new_blocks,
-                );
-                manager.use_eagle = config.use_eagle && (spec.is_eagle_group || !any_flagged);
-                manager
+            .map(|(group, eagle)| {
+                let group = GroupId::from_index(group);
+                SingleTypeKVCacheManager::new(group, &config, eagle, any_eagle)
             })
             .collect();
         // Truncated, of all blocks, as vLLM's `int(watermark * num_blocks)`.
@@ -107,11 +90,7 @@ impl KVCacheManager {
         )]
         let watermark_blocks = (config.watermark * f64::from(config.num_blocks)) as u32;
         Ok(Self {
-            coordinator: if config.enable_caching {
-                KVCacheCoordinator::Unitary
-            } else {
-                KVCacheCoordinator::NoPrefixCache
-            },
+            coordinator,
             watermark_blocks,
             tables: BlockTables::new(config.groups.len(), config.track_row_edits),
             config,
@@ -119,6 +98,7 @@ impl KVCacheManager {
             requests: TrackedRequests::default(),
             managers,
             prefix_cache_stats: PrefixCacheStats::default(),
+            num_uncached_common_prefix_tokens: 0,
         })
     }
 
@@ -184,56 +164,70 @@ impl KVCacheManager {
 
     // ------------------------------------------------------------------------------------- lookup
 
-    /// The longest cached prefix of a request. Nothing is pinned. The last token is never part of
-    /// it: something must be computed.
+    /// The longest cached prefix of a request, on which all groups agree. Nothing is pinned. The last
+    /// token is never part of it: something must be computed. vLLM's `get_computed_blocks` gives the
+    /// first two fields.
     ///
-    /// Costs one probe a block up to the first that is missing.
-    pub fn get_computed_blocks(&mut self, request: &RequestCall<'_>) -> CacheHit {
+    /// Costs one probe a block of the hit for full attention and one window of probes for a sliding
+    /// window; the groups' modules tell what a miss costs.
+    pub fn lookup(&mut self, request: &RequestCall<'_>) -> CacheHit {
         let view = &request.view;
         if view.skip_reading_prefix_cache || !self.config.enable_caching {
-            return CacheHit { blocks: self.empty_kv_cache_blocks(), num_tokens: 0 };
+            self.num_uncached_common_prefix_tokens = 0;
+            return CacheHit {
+                blocks: self.empty_kv_cache_blocks(),
+                num_tokens: 0,
+                num_uncached_common_prefix_tokens: 0,
+            };
         }
-        let max_length = view.num_tokens.saturating_sub(1);
-        let hit = self.find_longest_cache_hit(request, max_length);
+        let hit = self.find_longest_cache_hit(request, view.num_tokens.saturating_sub(1));
+        self.num_uncached_common_prefix_tokens = hit.num_uncached_common_prefix_tokens;
         if self.config.log_stats && self.config.semantics.stats_on == StatsOn::Lookup {
             self.prefix_cache_stats.record(view, hit.num_tokens);
         }
         hit
     }
 
-    fn find_longest_cache_hit(&self, request: &RequestCall<'_>, max_length: u32) -> CacheHit {
-        match self.coordinator {
-            KVCacheCoordinator::NoPrefixCache => {
-                CacheHit { blocks: self.empty_kv_cache_blocks(), num_tokens: 0 }
-            }
-            KVCacheCoordinator::Unitary => {
-                let manager = &self.managers[0];
-                let hashes = self.merged_hashes(request, manager);
-                let mut found = Vec::new();
-                manager.find_longest_cache_hit(&self.pool, hashes, max_length, &mut found);
-                let num_blocks = length(found.len());
-                CacheHit {
-                    num_tokens: num_blocks * manager.block_size(),
-                    blocks: KVCacheBlocks::from_single_group(
-                        found,
-                        self.pool.id(),
-                        self.pool.epoch(),
-                    ),
-                }
-            }
+    /// The longest hit of at most `max_length` tokens, without a trace in statistics.
+    pub fn find_longest_cache_hit(&self, request: &RequestCall<'_>, max_length: u32) -> CacheHit {
+        self.coordinator
+            .find_longest_cache_hit(&self.prefix_lookup(request, max_length))
+    }
+
+    /// Each group's own longest hit of at most `max_length` tokens, and its length in tokens; the
+    /// lengths need not agree. For connectors that fill the difference.
+    pub fn find_longest_cache_hit_per_group(
+        &self,
+        request: &RequestCall<'_>,
+        max_length: u32,
+    ) -> (KVCacheBlocks, Vec<u32>) {
+        self.coordinator
+            .find_longest_cache_hit_per_group(&self.prefix_lookup(request, max_length))
+    }
+
+    /// By how much the deepest group's hit exceeded the agreed one at the last lookup, in tokens.
+    pub fn num_uncached_common_prefix_tokens(&self) -> u32 {
+        self.num_uncached_common_prefix_tokens
+    }
+
+    fn prefix_lookup<'a>(
+        &'a self,
+        request: &'a RequestCall<'a>,
+        max_length: u32,
+    ) -> PrefixLookup<'a> {
+        PrefixLookup {
+            pool: &self.pool,
+            managers: &self.managers,
+            request,
+            max_length,
         }
     }
 
-    fn merged_hashes<'a>(
-        &self,
-        request: &RequestCall<'a>,
-        manager: &SingleTypeKVCacheManager,
-    ) -> MergedBlockHashes<'a> {
-        MergedBlockHashes::new(
-            request.block_hashes,
-            manager.block_size(),
-            self.config.hash_block_size,
-        )
+    /// A scheduling step begins: what the last one wrote can be built on.
+    pub fn new_step_starts(&mut self) {
+        for manager in &mut self.managers {
+            manager.new_step_starts();
+        }
     }
 
     // ------------------------------------------------------------------------------------ release
@@ -241,9 +235,37 @@ impl KVCacheManager {
     /// Gives up a request: its blocks go back, each group's from its tail, which is the eviction
     /// order. An unknown request is none.
     pub fn free(&mut self, request_id: &str, hint: Option<RequestRow>) {
+        if let Some(row) = self.requests.find(request_id, hint) {
+            self.release_row(row);
+        }
+    }
+
+    /// As `free`, for a request whose last step did not run to its end: keys of blocks whose tokens,
+    /// beyond the first `num_written_tokens`, were never written are forgotten.
+    ///
+    /// # Errors
+    /// `OutOfMemory`; the request is not freed then.
+    pub fn free_written(
+        &mut self,
+        request_id: &str,
+        hint: Option<RequestRow>,
+        num_written_tokens: u32,
+    ) -> Result<()> {
         let Some(row) = self.requests.find(request_id, hint) else {
-            return;
+            return Ok(());
         };
+        let mut unwritten = Vec::new();
+        for manager in &self.managers {
+            let written = (num_written_tokens / manager.block_size()) as usize;
+            let blocks = self.tables.row(row, manager.group());
+            unwritten.extend_from_slice(blocks.get(written..).unwrap_or(&[]));
+        }
+        self.pool.forget_keys(&unwritten)?;
+        self.release_row(row);
+        Ok(())
+    }
+
+    fn release_row(&mut self, row: RequestRow) {
         for manager in &self.managers {
             let blocks = self.tables.row(row, manager.group());
             self.pool.release_from_row(blocks.iter().rev().copied());
@@ -284,12 +306,14 @@ impl KVCacheManager {
         }
         match self.config.semantics.deferred_free_order {
             DeferredFreeOrder::AcrossGroups => {
-                self.pool.release_handed_out(lease.ids.iter().rev().copied());
+                self.pool
+                    .release_handed_out(lease.ids.iter().rev().copied());
             }
             DeferredFreeOrder::GroupByGroup => {
                 let mut start = 0;
                 for end in lease.ends.iter().map(|end| *end as usize) {
-                    self.pool.release_handed_out(lease.ids[start..end].iter().rev().copied());
+                    self.pool
+                        .release_handed_out(lease.ids[start..end].iter().rev().copied());
                     start = end;
                 }
             }
@@ -317,12 +341,20 @@ impl KVCacheManager {
         let Some(row) = self.requests.find(request_id, hint) else {
             return;
         };
-        for manager in &self.managers {
-            let group = manager.group();
-            let blocks = self.tables.row(row, group);
-            let span = manager.skipped_range(blocks, total_computed_tokens, num_prompt_tokens);
+        for index in 0..self.managers.len() {
+            let manager = &self.managers[index];
+            let state = self.group_state(manager, Some(row));
+            let spans = manager.skipped_ranges(&state, total_computed_tokens, num_prompt_tokens);
+            self.release_ranges(row, GroupId::from_index(index), spans);
+        }
+    }
+
+    /// Positions become null and their blocks go back.
+    fn release_ranges(&mut self, row: RequestRow, group: GroupId, spans: [Range<u32>; 2]) {
+        for span in spans {
             if !span.is_empty() {
-                self.pool.release_from_row(self.tables.null_range(row, group, span));
+                self.pool
+                    .release_from_row(self.tables.null_range(row, group, span));
             }
         }
     }
@@ -357,12 +389,17 @@ impl KVCacheManager {
             return Ok(());
         }
         let Some(row) = self.requests.find(request.request_id, hint) else {
-            return Err(KVCacheError::UnknownRequest { request: request.request_id.into() });
+            return Err(KVCacheError::UnknownRequest {
+                request: request.request_id.into(),
+            });
         };
         let mut spans: SmallVec<[(u32, u32); 4]> = SmallVec::new();
         for manager in &self.managers {
             let blocks = self.tables.row(row, manager.group());
-            let stop = num_computed_tokens / manager.block_size();
+            let cacheable = self
+                .coordinator
+                .num_cacheable_tokens(manager, num_computed_tokens);
+            let stop = cacheable / manager.block_size();
             if stop as usize > blocks.len() {
                 return Err(KVCacheError::argument(
                     "num_computed_tokens",
@@ -397,6 +434,7 @@ impl KVCacheManager {
                 let call = span(request, blocks, manager, *start..*stop);
                 self.pool.apply_cache_full_blocks(&call);
                 manager.set_num_cached_block(row, *stop);
+                manager.note_cached(&self.pool, &blocks[*start as usize..*stop as usize]);
             }
         }
         Ok(())
@@ -409,7 +447,10 @@ impl KVCacheManager {
         let Some(row) = self.requests.find(request_id, hint) else {
             return self.empty_kv_cache_blocks();
         };
-        let groups = self.managers.iter().map(|manager| self.tables.row(row, manager.group()));
+        let groups = self
+            .managers
+            .iter()
+            .map(|manager| self.tables.row(row, manager.group()));
         KVCacheBlocks::from_groups(groups, self.pool.id(), self.pool.epoch())
     }
 
@@ -438,7 +479,9 @@ impl KVCacheManager {
     pub fn get_num_common_prefix_blocks(&self, request_id: &str) -> SmallVec<[usize; 4]> {
         let row = match self.coordinator {
             KVCacheCoordinator::NoPrefixCache => None,
-            KVCacheCoordinator::Unitary => self.requests.find(request_id, None),
+            KVCacheCoordinator::Unitary | KVCacheCoordinator::Hybrid(_) => {
+                self.requests.find(request_id, None)
+            }
         };
         let rule = self.config.semantics.common_prefix;
         let tracked = length(self.requests.len());
@@ -466,7 +509,9 @@ impl KVCacheManager {
 
     /// Statistics since the last call; none unless they are kept.
     pub fn make_prefix_cache_stats(&mut self) -> Option<PrefixCacheStats> {
-        self.config.log_stats.then(|| std::mem::take(&mut self.prefix_cache_stats))
+        self.config
+            .log_stats
+            .then(|| std::mem::take(&mut self.prefix_cache_stats))
     }
 
     /// Statistics so far.
@@ -480,7 +525,7 @@ fn span<'a>(
     request: &'a RequestCall<'a>,
     row: &'a [BlockId],
     manager: &SingleTypeKVCacheManager,
-    positions: std::ops::Range<u32>,
+    positions: Range<u32>,
 ) -> CacheFullBlocks<'a> {
     CacheFullBlocks {
         request,
@@ -489,7 +534,7 @@ fn span<'a>(
         stop: positions.end as usize,
         block_size: manager.block_size(),
         group: manager.group(),
-        mask: None,
+        mask: manager.reachable_blocks(request.view.num_prompt_tokens),
     }
 }
 
@@ -500,8 +545,13 @@ impl KVCacheManager {
         row: Option<RequestRow>,
     ) -> GroupState<'_> {
         match row {
-            None => GroupState { row: &[], num_cached: None },
+            None => GroupState {
+                number: None,
+                row: &[],
+                num_cached: None,
+            },
             Some(row) => GroupState {
+                number: Some(row),
                 row: self.tables.row(row, manager.group()),
                 num_cached: manager.num_cached_block(row),
             },

@@ -4,7 +4,7 @@
 use super::world::{World, allocate};
 use super::{Misuse, Outcome};
 use crate::blocks::KVCacheBlocks;
-use crate::caching::CacheFullBlocks;
+use crate::caching::{BlockMask, CacheFullBlocks};
 use crate::error::KVCacheError;
 use crate::hashing::{BlockHasher, ExtraKeySource};
 use crate::id::{BlockId, GroupId, length};
@@ -33,7 +33,7 @@ impl Foreign {
         let call = request.call(false);
         let fresh = manager.allocate_slots(&AllocateSlots::new(&call, 2 * size + 1));
         assert!(fresh.is_ok_and(|fresh| fresh.is_some()));
-        let hit = manager.get_computed_blocks(&call).blocks;
+        let hit = manager.lookup(&call).blocks;
         Self { manager, hit }
     }
 }
@@ -100,8 +100,11 @@ impl World {
     fn name_no_block(&mut self) -> Outcome {
         let pool = self.manager.pool_mut();
         let beyond = [BlockId(pool.num_blocks())];
-        let results =
-            [pool.evict_blocks(&beyond), pool.free_counted(&beyond), pool.touch(&beyond).map(drop)];
+        let results = [
+            pool.evict_blocks(&beyond),
+            pool.free_counted(&beyond),
+            pool.touch(&beyond).map(drop),
+        ];
         let refused = |result: &Result<(), KVCacheError>| result.is_err();
         assert!(results.iter().all(refused), "{results:?}");
         let [first, ..] = results;
@@ -120,8 +123,16 @@ impl World {
             start: 0,
             stop: 1,
             block_size,
-            group: if kind == Misuse::NoSuchGroup { GroupId(MAX_GROUP + 1) } else { group },
-            mask: (kind == Misuse::MaskLength).then_some(&[true, true]),
+            group: if kind == Misuse::NoSuchGroup {
+                GroupId(MAX_GROUP + 1)
+            } else {
+                group
+            },
+            mask: if kind == Misuse::MaskLength {
+                BlockMask::Flags(&[true, true])
+            } else {
+                BlockMask::All
+            },
         };
         self.manager.pool_mut().cache_full_blocks(&span).into()
     }

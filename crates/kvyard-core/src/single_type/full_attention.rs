@@ -3,25 +3,26 @@
 
 use crate::block_pool::BlockPool;
 use crate::caching::MergedBlockHashes;
-use crate::id::{BlockId, GroupId};
+use crate::id::BlockId;
 use crate::semantics::CommonPrefix;
+use crate::single_type::{Lookup, PrefixHit};
 
-/// From left to right up to the first block that is missing in any of the groups; column by column.
-/// With `drop_last` the last block found is given up, because a drafter needs its hidden states.
+/// From left to right up to the first block that is missing in any of the groups: one probe a block
+/// of the hit. A drafter voids the last block found, because it needs that block's hidden states.
 pub(crate) fn find_longest_cache_hit(
     pool: &BlockPool,
     hashes: MergedBlockHashes<'_>,
-    max_blocks: u32,
-    groups: &[GroupId],
-    drop_last: bool,
-    hit: &mut Vec<BlockId>,
-) {
-    let found = (0..hashes.len().min(max_blocks as usize))
-        .take_while(|block| pool.get_cached_block(hashes.get(*block), groups, hit))
+    lookup: &Lookup<'_>,
+) -> PrefixHit {
+    let mut hit = PrefixHit::new(lookup.groups.len());
+    let _ = (0..hashes.len().min(lookup.max_blocks()))
+        .take_while(|block| hit.push(pool, hashes.get(*block), lookup.groups))
         .count();
-    if drop_last && found > 0 {
-        hit.truncate(hit.len() - groups.len());
-    }
+    hit.pop_until(
+        |blocks| lookup.is_aligned(blocks),
+        usize::from(lookup.drop_last),
+    );
+    hit
 }
 
 /// Leading blocks that every tracked request has, by the rule chosen.
@@ -35,5 +36,7 @@ pub(crate) fn num_common_prefix_blocks(
         CommonPrefix::References => pool.ref_cnt(block),
         CommonPrefix::RowMembership => pool.row_references[block.index()],
     };
-    row.iter().take_while(|block| !block.is_null() && references(**block) == num_requests).count()
+    row.iter()
+        .take_while(|block| !block.is_null() && references(**block) == num_requests)
+        .count()
 }

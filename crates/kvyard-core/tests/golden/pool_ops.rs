@@ -1,6 +1,6 @@
 //! The operations of family `pool`, which drives the pool directly.
 
-use kvyard_core::caching::CacheFullBlocks;
+use kvyard_core::caching::{BlockMask, CacheFullBlocks};
 use kvyard_core::{BlockHash, BlockPool, GroupId};
 use serde_json::{Value, json};
 
@@ -9,7 +9,9 @@ use crate::replay::{Driven, Replay, blocks, ids, number, numbers, text};
 pub(crate) fn perform(replay: &mut Replay, name: &str, op: &Value) -> Value {
     match name {
         "pool.get_new_blocks" => {
-            let lease = pool(replay).get_new_blocks(number(op, "n") as usize).unwrap();
+            let lease = pool(replay)
+                .get_new_blocks(number(op, "n") as usize)
+                .unwrap();
             // What follows gives blocks back one by one.
             ids(&lease.dissolve())
         }
@@ -45,9 +47,11 @@ fn pool(replay: &mut Replay) -> &mut BlockPool {
 fn cache_full_blocks(replay: &mut Replay, op: &Value) -> Value {
     let request = replay.requests[text(op, "id")].clone();
     let call = request.call(replay.events_are_on());
-    let mask: Option<Vec<bool>> = op["block_mask"]
-        .as_array()
-        .map(|mask| mask.iter().map(|wanted| wanted.as_bool().unwrap()).collect());
+    let mask: Option<Vec<bool>> = op["block_mask"].as_array().map(|mask| {
+        mask.iter()
+            .map(|wanted| wanted.as_bool().unwrap())
+            .collect()
+    });
     let row = blocks(&op["blocks"]);
     let Driven::Pool(pool, block_size) = &mut replay.driven else {
         panic!("a pool's operation on a manager");
@@ -59,7 +63,7 @@ fn cache_full_blocks(replay: &mut Replay, op: &Value) -> Value {
         stop: number(op, "num_full_blocks") as usize,
         block_size: *block_size,
         group: GroupId(number(op, "kv_cache_group_id")),
-        mask: mask.as_deref(),
+        mask: mask.as_deref().map_or(BlockMask::All, BlockMask::Flags),
     });
     cached.unwrap();
     Value::Null
@@ -73,7 +77,9 @@ fn cache_partial_block(replay: &mut Replay, op: &Value) -> Value {
     let Driven::Pool(pool, block_size) = &mut replay.driven else {
         panic!("a pool's operation on a manager");
     };
-    let key = pool.cache_partial_block(&call, block, num_tokens, group, *block_size).unwrap();
+    let key = pool
+        .cache_partial_block(&call, block, num_tokens, group, *block_size)
+        .unwrap();
     json!(key.map(|key| replay.hex_key(&key.hash, key.group)))
 }
 

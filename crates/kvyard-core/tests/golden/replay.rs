@@ -8,6 +8,7 @@ use kvyard_core::event_log::{EventLog, KVCacheEvent};
 use kvyard_core::hashing::{
     BlockHasher, ExtraKey, ExtraKeySource, HashAlgorithm, Lora, MediaItem, Text, Texts,
 };
+use kvyard_core::spec::MambaCacheMode;
 use kvyard_core::{
     AllocateSlots, AttentionKind, BlockHash, BlockId, BlockLease, BlockPool, BlockPoolConfig,
     CacheHit, GroupId, KVCacheBlocks, KVCacheGroupSpec, KVCacheManager, KVCacheManagerConfig,
@@ -45,7 +46,10 @@ impl Replay {
         let none_hash = algorithm.none_hash(Some(text(hash, "python_hash_seed")), || {
             panic!("every scenario has a seed")
         });
-        assert_eq!(hex(&none_hash.0[..algorithm.width()]), text(hash, "none_hash"));
+        assert_eq!(
+            hex(&none_hash.0[..algorithm.width()]),
+            text(hash, "none_hash")
+        );
         let arguments = config.get("pool").unwrap_or(&config["manager"]);
         let hash_block_size = number(arguments, "hash_block_size");
         let semantics = Semantics::vllm_0_25_1();
@@ -157,7 +161,10 @@ impl Replay {
 
     fn manage(&mut self, name: &str, op: &Value) -> Value {
         match name {
-            "new_step_starts" => Value::Null,
+            "new_step_starts" => {
+                self.manager().new_step_starts();
+                Value::Null
+            }
             "take_new_block_ids" => ids(&self.manager().take_new_block_ids()),
             "cache_blocks" => {
                 let id = text(op, "id");
@@ -222,7 +229,7 @@ impl Replay {
     fn get_computed_blocks(&mut self, op: &Value) -> Value {
         let id = text(op, "id");
         let request = self.requests[id].clone();
-        let hit = self.manager().get_computed_blocks(&request.call(false));
+        let hit = self.manager().lookup(&request.call(false));
         let found = json!({"blocks": groups(&hit.blocks), "num_computed": hit.num_tokens});
         self.hits.insert(id.into(), hit);
         found
@@ -233,12 +240,12 @@ impl Replay {
         let request = self.requests[id].clone();
         let hit = flag(op, "use_hit").then(|| self.hits[id].clone());
         let call = request.call(self.events);
-        assert_eq!(op.get("num_encoder_tokens").unwrap_or(&json!(0)), &json!(0));
         let arguments = AllocateSlots {
             num_new_computed_tokens: number(op, "num_new_computed_tokens"),
             new_computed_blocks: hit.as_ref().map(|hit| &hit.blocks),
             num_lookahead_tokens: number(op, "num_lookahead_tokens"),
             num_external_computed_tokens: number(op, "num_external_computed_tokens"),
+            num_encoder_tokens: number(op, "num_encoder_tokens"),
             delay_cache_blocks: flag(op, "delay_cache_blocks"),
             full_sequence_must_fit: flag(op, "full_sequence_must_fit"),
             reserved_blocks: number(op, "reserved_blocks"),
@@ -259,7 +266,10 @@ impl Replay {
         let external = |hash: &BlockHash| hash.external(self.hash_width);
         match event {
             KVCacheEvent::AllBlocksCleared => json!({"type": "AllBlocksCleared"}),
-            KVCacheEvent::BlockRemoved { block_hashes, group } => json!({
+            KVCacheEvent::BlockRemoved {
+                block_hashes,
+                group,
+            } => json!({
                 "type": "BlockRemoved",
                 "block_hashes": block_hashes.iter().map(external).collect::<Vec<_>>(),
                 "medium": "GPU",
@@ -363,6 +373,10 @@ fn driven_manager(config: &Value, semantics: Semantics) -> Driven {
         enable_kv_cache_events: flag(arguments, "enable_kv_cache_events"),
         dcp_world_size: number(arguments, "dcp_world_size"),
         pcp_world_size: number(arguments, "pcp_world_size"),
+        retention_interval: arguments
+            .get("retention_interval")
+            .and_then(Value::as_u64)
+            .map(|tokens| tokens.try_into().unwrap()),
         watermark: arguments["watermark"].as_f64().unwrap(),
         semantics,
         ..KVCacheManagerConfig::new(number(config, "num_blocks"), 1, max_model_len)
@@ -374,7 +388,25 @@ fn group_spec(group: &Value) -> KVCacheGroupSpec {
     let kind = match text(group, "kind") {
         "full_attention" => AttentionKind::FullAttention,
         "mla_attention" => AttentionKind::MLAAttention,
-        "rswa" => AttentionKind::RSWA { rswa_window: number(group, "rswa_window") },
+        "rswa" => AttentionKind::RSWA {
+            rswa_window: number(group, "rswa_window"),
+        },
+        "sliding_window" => AttentionKind::SlidingWindow {
+            sliding_window: number(group, "sliding_window"),
+        },
+        "chunked_local_attention" => AttentionKind::ChunkedLocalAttention {
+            attention_chunk_size: number(group, "attention_chunk_size"),
+        },
+        "mamba" => AttentionKind::Mamba {
+            mamba_cache_mode: match text(group, "mamba_cache_mode") {
+                "none" => MambaCacheMode::None,
+                "all" => MambaCacheMode::All,
+                "align" => MambaCacheMode::Align,
+                mode => panic!("unknown mode {mode}"),
+            },
+            num_speculative_blocks: number(group, "num_speculative_blocks"),
+        },
+        "cross_attention" => AttentionKind::CrossAttention,
         kind => panic!("unknown kind {kind}"),
     };
     let mut spec = KVCacheGroupSpec::new(kind, number(group, "block_size"));
@@ -416,7 +448,11 @@ fn block_keys(keys: &[ExtraKey]) -> Value {
         return Value::Null;
     }
     let member = |key: &ExtraKey| match key {
-        ExtraKey::Lora { name: Text { text, .. }, .. } | ExtraKey::CacheSalt(Text { text, .. }) => {
+        ExtraKey::Lora {
+            name: Text { text, .. },
+            ..
+        }
+        | ExtraKey::CacheSalt(Text { text, .. }) => {
             json!(&**text)
         }
         ExtraKey::Media { identifier, offset } => json!([&*identifier.text, offset]),
@@ -427,16 +463,22 @@ fn block_keys(keys: &[ExtraKey]) -> Value {
 
 fn tells_of(event: &KVCacheEvent<'_>, aliases: &HashSet<(BlockHash, GroupId)>) -> bool {
     match event {
-        KVCacheEvent::BlockRemoved { block_hashes, group } => {
-            block_hashes.iter().all(|hash| aliases.contains(&(*hash, *group)))
-        }
+        KVCacheEvent::BlockRemoved {
+            block_hashes,
+            group,
+        } => block_hashes
+            .iter()
+            .all(|hash| aliases.contains(&(*hash, *group))),
         _ => false,
     }
 }
 
 /// Sorts each run of alias removals: their order is left open.
 fn sort_alias_runs(events: &mut Value, marks: &[bool]) {
-    let Some(events) = events.as_array_mut().filter(|events| events.len() == marks.len()) else {
+    let Some(events) = events
+        .as_array_mut()
+        .filter(|events| events.len() == marks.len())
+    else {
         return;
     };
     let mut start = 0;
@@ -451,7 +493,9 @@ fn sort_alias_runs(events: &mut Value, marks: &[bool]) {
 // -------------------------------------------------------------------------------- arguments, answers
 
 pub(crate) fn text<'a>(object: &'a Value, key: &str) -> &'a str {
-    object[key].as_str().unwrap_or_else(|| panic!("{key} in {object}"))
+    object[key]
+        .as_str()
+        .unwrap_or_else(|| panic!("{key} in {object}"))
 }
 
 /// A number that stands there, or 0.
@@ -460,11 +504,16 @@ pub(crate) fn number(object: &Value, key: &str) -> u32 {
 }
 
 fn as_u32(value: &Value) -> u32 {
-    value.as_u64().and_then(|value| value.try_into().ok()).unwrap_or_else(|| panic!("{value}"))
+    value
+        .as_u64()
+        .and_then(|value| value.try_into().ok())
+        .unwrap_or_else(|| panic!("{value}"))
 }
 
 fn flag(object: &Value, key: &str) -> bool {
-    object.get(key).is_some_and(|value| value.as_bool().unwrap())
+    object
+        .get(key)
+        .is_some_and(|value| value.as_bool().unwrap())
 }
 
 pub(crate) fn numbers(list: &Value) -> Vec<u32> {
@@ -480,7 +529,9 @@ pub(crate) fn ids(blocks: &[BlockId]) -> Value {
 }
 
 fn groups(blocks: &KVCacheBlocks) -> Value {
-    (0..blocks.num_groups()).map(|group| ids(blocks.blocks(group))).collect()
+    (0..blocks.num_groups())
+        .map(|group| ids(blocks.blocks(group)))
+        .collect()
 }
 
 fn hex_hashes(hashes: &[BlockHash], width: usize) -> Value {

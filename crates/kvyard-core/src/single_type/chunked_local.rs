@@ -1,0 +1,44 @@
+//! Chunked local attention: a token reads its own chunk up to itself, so whole earlier chunks are
+//! released, and are no part of what a hit must find. `groups.md` §2.5.
+
+use crate::block_pool::BlockPool;
+use crate::caching::MergedBlockHashes;
+use crate::single_type::{Lookup, PrefixHit};
+
+/// Tokens of the chunks before the one of the next token.
+pub(crate) fn num_skipped_tokens(total_computed: u32, attention_chunk_size: u32) -> u32 {
+    total_computed - total_computed % attention_chunk_size
+}
+
+/// Blocks that one request holds at most while it is prefilled in steps of `max_step_tokens`.
+pub(crate) fn admission_cap(
+    attention_chunk_size: u32,
+    max_step_tokens: u32,
+    max_model_len: u32,
+    block_size: u32,
+) -> u32 {
+    attention_chunk_size
+        .saturating_add(max_step_tokens)
+        .min(max_model_len)
+        .div_ceil(block_size)
+}
+
+/// Everything left of the current chunk is granted unseen; from there on a prefix of the chunk. At
+/// most one probe a block of a chunk.
+pub(crate) fn find_longest_cache_hit(
+    pool: &BlockPool,
+    hashes: MergedBlockHashes<'_>,
+    lookup: &Lookup<'_>,
+    attention_chunk_size: u32,
+) -> PrefixHit {
+    let skipped = num_skipped_tokens(lookup.max_length, attention_chunk_size);
+    let first = (skipped / lookup.block_size) as usize;
+    let mut hit = PrefixHit::new(lookup.groups.len());
+    hit.restart(first);
+    let end = hashes.len().min(lookup.max_blocks());
+    let _ = (first..end)
+        .take_while(|at| hit.push(pool, hashes.get(*at), lookup.groups))
+        .count();
+    hit.pop_until(|blocks| lookup.is_aligned(blocks), 0);
+    hit
+}
