@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kvyard_core::caching::CacheFullBlocks;
+use kvyard_core::caching::{BlockMask, CacheFullBlocks};
 use kvyard_core::event_log::{EventLog, KVCacheEvent};
 use kvyard_core::hashing::{BlockHasher, HashAlgorithm};
 use kvyard_core::stats::{ResidencyMetrics, ResidencySample};
@@ -53,7 +53,7 @@ fn cache(
         stop: row.len(),
         block_size,
         group: GROUP,
-        mask: None,
+        mask: BlockMask::All,
     })
 }
 
@@ -343,7 +343,7 @@ fn a_hash_is_found_only_if_every_group_has_it() {
         stop: 1,
         block_size: SIZE,
         group: GroupId(1),
-        mask: None,
+        mask: BlockMask::All,
     })
     .unwrap();
     assert!(pool.get_cached_block(hash, &[GroupId(1), GROUP], &mut found));
@@ -364,7 +364,7 @@ fn null_and_masked_positions_get_no_key() {
         stop: 4,
         block_size: SIZE,
         group: GROUP,
-        mask: Some(&[true, true, false, true]),
+        mask: BlockMask::Flags(&[true, true, false, true]),
     })
     .unwrap();
     let cached: Vec<bool> =
@@ -392,7 +392,7 @@ fn corrected_each_run_is_told_with_its_own_tokens() {
         stop: 6,
         block_size: SIZE,
         group: GROUP,
-        mask: Some(&[true, true, true, true, false, true]),
+        mask: BlockMask::Flags(&[true, true, true, true, false, true]),
     })
     .unwrap();
     let told: Vec<_> = pool
@@ -496,7 +496,7 @@ fn row_10_a_group_id_must_fit() {
             stop: 1,
             block_size: SIZE,
             group: GroupId(u32::MAX),
-            mask: None,
+            mask: BlockMask::All,
         })
     });
     assert!(matches!(error, KVCacheError::InvalidArgument { .. }), "{error}");
@@ -621,7 +621,7 @@ fn row_36_and_37_hashes_and_row_must_reach() {
             stop: 1,
             block_size: SIZE,
             group: GROUP,
-            mask: None,
+            mask: BlockMask::All,
         })
     });
     assert!(
@@ -705,7 +705,7 @@ fn row_43_a_mask_fits_its_span() {
             stop: 2,
             block_size: SIZE,
             group: GROUP,
-            mask: Some(&[true, true]),
+            mask: BlockMask::Flags(&[true, true]),
         })
     });
     assert!(
@@ -758,7 +758,7 @@ fn a_store_needs_its_tokens_while_events_are_on() {
             stop: 1,
             block_size: SIZE,
             group: GROUP,
-            mask: None,
+            mask: BlockMask::All,
         })
     });
     assert!(matches!(error, KVCacheError::InvalidArgument { argument: "content", .. }), "{error}");

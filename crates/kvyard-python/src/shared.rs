@@ -165,7 +165,7 @@ mod tests {
             enable_caching: true,
             hash_block_size: 4,
             enable_kv_cache_events: false,
-            semantics: kvyard_core::Semantics::default(),
+            semantics: Semantics::default(),
         };
         let pool = BlockPool::new(config, None).unwrap();
         let shared = Shared::new(Core::Pool(pool), false);

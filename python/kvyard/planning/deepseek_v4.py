@@ -98,9 +98,10 @@ def approximate_gcd(values: Sequence[int], lower_bound: int = 1) -> int:
     """
     if not values or min(values) <= 0:
         raise InvalidArgumentError(f"values: {list(values)} are not positive numbers")
-    divisors = range(max(lower_bound, 1), max(values) + 1)
+    smallest = max(lower_bound, 1)
+    divisors = range(smallest, max(values) + 1)
     added = {divisor: sum(-value % divisor for value in values) for divisor in divisors}
-    return min(divisors, key=lambda divisor: (added[divisor], -divisor), default=lower_bound)
+    return min(divisors, key=lambda divisor: (added[divisor], -divisor), default=smallest)
 
 
 def _window_groups(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvyard.errors import ConfigError, PlanningError
 from kvyard.kv_cache_interface import KVCacheGroupSpec
-from kvyard.specs.base import AttentionSpec, KVCacheSpec, get_dtype_size
+from kvyard.specs.base import AttentionSpec, KVCacheSpec, get_dtype_size, with_padding
 from kvyard.specs.full_attention import HiddenStateCacheSpec
 
 if TYPE_CHECKING:
@@ -125,8 +125,12 @@ def fit_hidden_states(
                 f"layer {layer}: one token takes {token:,} bytes, but the page of the other layers"
                 f" has {page_size:,}; enlarge block_size at least {-(-token // page_size)} times"
             )
-        new = dataclasses.replace(
-            spec, block_size=page_size // token, page_size_padded=page_size
-        )
+        resized = spec.copy_with_new_block_size(page_size // token)
+        new = with_padding(resized, page_size)
         fitted.append(KVCacheGroupSpec([layer], new))
+        if new.unpadded_page_size_bytes > page_size:
+            raise PlanningError(
+                f"layer {layer}: hidden states with {spec.kv_quant_mode.name} scales do not fit the"
+                f" page of {page_size:,} bytes; store them without quantisation"
+            )
     return fitted
