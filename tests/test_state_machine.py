@@ -219,7 +219,7 @@ class ManagerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(12, 48),
         window=st.integers(1, 9),
         caching=st.sampled_from([True, True, True, False]),
-        eagle=st.sampled_from(["", "", "all", "flagged"]),
+        eagle=st.sampled_from(["", "", "all", "flagged", "only flagged"]),
         events=st.booleans(),
         watermark=st.sampled_from([0.0, 0.0, 0.2]),
         semantics=st.builds(
@@ -247,7 +247,6 @@ class ManagerMachine(RuleBasedStateMachine):
         foreign: bool,
     ) -> None:
         caching = caching and kind != ""
-        events = events and caching
         if kind == "rswa":
             ranks = (1, 1)
         width = ranks[0] * ranks[1]
@@ -261,14 +260,14 @@ class ManagerMachine(RuleBasedStateMachine):
             specs = [kvyard.MLAAttentionSpec(block_size=block_size, **helpers.ATTENTION)]
         elif kind == "rswa":
             specs = [helpers.rswa(block_size, window)]
-        flagged = eagle == "flagged"
+        flagged = "flagged" in eagle
         self.ours = kvyard.KVCacheManager(
             helpers.cache_config(num_blocks, *specs, is_eagle_group=flagged),
             max_model_len=max_model_len,
             scheduler_block_size=self.block_size,
             hash_block_size=self.block_size,
             enable_caching=caching,
-            use_eagle=eagle != "",
+            use_eagle=eagle in ("all", "flagged"),
             enable_kv_cache_events=events,
             dcp_world_size=ranks[0],
             pcp_world_size=ranks[1],
@@ -386,6 +385,7 @@ class ManagerMachine(RuleBasedStateMachine):
             twin,
             num_new_tokens=new + drafts,
             num_lookahead_tokens=lookahead,
+            reserved_blocks=data.draw(st.sampled_from([0, 0, 0, 1, 4]), label="reserved"),
             num_in_flight_tokens=in_flight if by_argument else None,
         )
         if not done:
@@ -573,11 +573,11 @@ class PoolMachine(RuleBasedStateMachine):
             num_blocks,
             caching,
             hash_block_size,
-            caching,
+            True,
             semantics=semantics,
         )
         self.theirs = model_pool.BlockPool(
-            num_blocks, caching, hash_block_size, caching, semantics_of_model(semantics)
+            num_blocks, caching, hash_block_size, True, semantics_of_model(semantics)
         )
 
     @precondition(lambda self: len(self.twins) < 4)

@@ -200,8 +200,8 @@ members = st.one_of(
     st.tuples(texts, st.integers(-(2**31), 2**31 - 1)),
 )
 triples = st.tuples(
-    st.binary(min_size=32, max_size=32),
-    st.lists(st.integers(-(2**63), 2**64 - 1) | st.integers(0, 2**17), max_size=300).map(tuple),
+    st.binary(min_size=31, max_size=31).map(lambda start: start + b"\1"),
+    st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**17), max_size=300).map(tuple),
     st.none() | st.lists(members, min_size=1, max_size=5).map(tuple),
 )
 

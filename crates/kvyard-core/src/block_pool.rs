@@ -74,16 +74,10 @@ impl BlockPool {
         /// Tells the pools of a process apart; nothing is decided by it.
         static NEXT_POOL: AtomicU64 = AtomicU64::new(1);
         if config.num_blocks == 0 {
-            return Err(KVCacheError::config(
-                "num_blocks",
-                "must be at least 1, not 0",
-            ));
+            return Err(KVCacheError::config("num_blocks", "must be at least 1, not 0"));
         }
         if config.hash_block_size == 0 {
-            return Err(KVCacheError::config(
-                "hash_block_size",
-                "must be at least 1, not 0",
-            ));
+            return Err(KVCacheError::config("hash_block_size", "must be at least 1, not 0"));
         }
         let blocks = config.num_blocks as usize;
         let mut prefix = PrefixMap::new(config.num_blocks);
@@ -192,10 +186,7 @@ impl BlockPool {
     pub fn usage(&self) -> f64 {
         match self.num_usable_blocks() {
             0 => 0.0,
-            #[expect(
-                clippy::cast_precision_loss,
-                reason = "block counts are far below 2^53"
-            )]
+            #[expect(clippy::cast_precision_loss, reason = "block counts are far below 2^53")]
             usable => 1.0 - self.queue.len() as f64 / f64::from(usable),
         }
     }
@@ -257,10 +248,7 @@ impl BlockPool {
         }
         Err(KVCacheError::argument(
             argument,
-            format!(
-                "block {block} does not exist, the pool has {}",
-                self.config.num_blocks
-            ),
+            format!("block {block} does not exist, the pool has {}", self.config.num_blocks),
         ))
     }
 
@@ -295,8 +283,7 @@ impl BlockPool {
         for block in blocks {
             self.check_block("block_ids", *block)?;
         }
-        self.events
-            .reserve(self.events_of_evictions(blocks.len()))?;
+        self.events.reserve(self.events_of_evictions(blocks.len()))?;
         self.begin_change();
         for block in blocks.iter().filter(|block| !block.is_null()) {
             self.on_evicted(*block);
@@ -329,10 +316,7 @@ impl BlockPool {
         if self.queue.len() != self.num_usable_blocks() as usize {
             return Ok(false);
         }
-        self.events.reserve(EventReserve {
-            records: 1,
-            ..EventReserve::default()
-        })?;
+        self.events.reserve(EventReserve { records: 1, ..EventReserve::default() })?;
         self.begin_change();
         let now = self.relative_epoch();
         for block in 1..self.config.num_blocks {
@@ -353,11 +337,7 @@ impl BlockPool {
     /// What evicting `count` blocks may add to the log.
     pub(crate) fn events_of_evictions(&self, count: usize) -> EventReserve {
         let keys = count + self.prefix.num_aliases();
-        EventReserve {
-            records: keys,
-            hashes: keys,
-            tokens: 0,
-        }
+        EventReserve { records: keys, hashes: keys, tokens: 0 }
     }
 
     /// Room for what one call does to the prefix cache.
@@ -450,10 +430,7 @@ impl BlockPool {
 
     #[inline]
     fn take_head(&mut self) -> BlockId {
-        let block = self
-            .queue
-            .pop_front()
-            .expect("I3: the plan counted the free blocks");
+        let block = self.queue.pop_front().expect("I3: the plan counted the free blocks");
         if self.config.enable_caching {
             self.on_evicted(block);
             self.drop_keys(block);
@@ -517,41 +494,24 @@ impl BlockPool {
             held += usize::from(in_use);
             let is_free = !in_use && index > self.num_withdrawn;
             assert_eq!(self.queue.contains(block), is_free, "I2: block {block}");
-            let keys = self
-                .prefix
-                .primary(block)
-                .into_iter()
-                .chain(self.prefix.aliases(block));
+            let keys = self.prefix.primary(block).into_iter().chain(self.prefix.aliases(block));
             for key in keys {
                 assert!(self.config.enable_caching, "I8: block {block} has a key");
                 assert!(
                     key.covered_tokens > 0
-                        && key
-                            .covered_tokens
-                            .is_multiple_of(self.config.hash_block_size),
+                        && key.covered_tokens.is_multiple_of(self.config.hash_block_size),
                     "I9: block {block} covers {} tokens",
                     key.covered_tokens
                 );
             }
         }
-        assert_eq!(
-            self.ref_cnt(NULL_BLOCK),
-            0,
-            "I7: the null block has references"
-        );
+        assert_eq!(self.ref_cnt(NULL_BLOCK), 0, "I7: the null block has references");
         assert_eq!(
             self.queue.len() + held,
             self.num_usable_blocks() as usize,
             "I3: queued and held blocks"
         );
-        assert!(
-            self.config.enable_caching || self.events.is_empty(),
-            "I8: events"
-        );
-        assert!(
-            (0.0..=1.0).contains(&self.usage()),
-            "I13: usage {}",
-            self.usage()
-        );
+        assert!(self.config.enable_caching || self.events.is_empty(), "I8: events");
+        assert!((0.0..=1.0).contains(&self.usage()), "I13: usage {}", self.usage());
     }
 }

@@ -82,13 +82,7 @@ impl RowEditLog {
     pub fn iter(&self) -> impl Iterator<Item = RowEdit<'_>> {
         let starts = std::iter::once(0).chain(self.records.iter().map(|record| record.blocks_end));
         self.records.iter().zip(starts).map(|(record, blocks)| {
-            let EditRecord {
-                row,
-                group,
-                start,
-                stop,
-                ..
-            } = *record;
+            let EditRecord { row, group, start, stop, .. } = *record;
             match record.kind {
                 EditKind::Append => RowEdit::Append {
                     row,
@@ -96,18 +90,10 @@ impl RowEditLog {
                     start,
                     blocks: &self.blocks[blocks..record.blocks_end],
                 },
-                EditKind::Null => RowEdit::Null {
-                    row,
-                    group,
-                    start,
-                    stop,
-                },
-                EditKind::Replace => RowEdit::Replace {
-                    row,
-                    group,
-                    position: start,
-                    block: BlockId(stop),
-                },
+                EditKind::Null => RowEdit::Null { row, group, start, stop },
+                EditKind::Replace => {
+                    RowEdit::Replace { row, group, position: start, block: BlockId(stop) }
+                }
                 EditKind::Clear => RowEdit::Clear { row },
             }
         })
@@ -123,14 +109,7 @@ impl RowEditLog {
         if self.enabled {
             let blocks_end = self.blocks.len();
             let Range { start, end: stop } = span;
-            self.records.push(EditRecord {
-                kind,
-                row,
-                group,
-                start,
-                stop,
-                blocks_end,
-            });
+            self.records.push(EditRecord { kind, row, group, start, stop, blocks_end });
         }
     }
 }
@@ -147,23 +126,14 @@ pub struct BlockTables {
 impl BlockTables {
     /// No rows yet.
     pub fn new(num_groups: usize, track_row_edits: bool) -> Self {
-        let edits = RowEditLog {
-            enabled: track_row_edits,
-            ..RowEditLog::default()
-        };
-        Self {
-            num_groups,
-            tables: Vec::new(),
-            edits,
-        }
+        let edits = RowEditLog { enabled: track_row_edits, ..RowEditLog::default() };
+        Self { num_groups, tables: Vec::new(), edits }
     }
 
     /// The blocks of a row in one group; empty for a row that was never used.
     #[inline]
     pub fn row(&self, row: RequestRow, group: GroupId) -> &[BlockId] {
-        self.tables
-            .get(self.at(row, group))
-            .map_or(&[], Vec::as_slice)
+        self.tables.get(self.at(row, group)).map_or(&[], Vec::as_slice)
     }
 
     /// The delta log.
@@ -247,8 +217,7 @@ impl BlockTables {
         position: u32,
         block: BlockId,
     ) -> BlockId {
-        self.edits
-            .push(EditKind::Replace, row, group, position..block.0);
+        self.edits.push(EditKind::Replace, row, group, position..block.0);
         let at = self.at(row, group);
         std::mem::replace(&mut self.tables[at][position as usize], block)
     }

@@ -58,13 +58,7 @@ impl KVCacheBlocks {
     }
 
     pub(crate) fn builder(pool: u64, epoch: u64) -> Self {
-        Self {
-            ids: BlockIds::new(),
-            ends: GroupEnds::new(),
-            pool,
-            epoch,
-            has_own_lengths: false,
-        }
+        Self { ids: BlockIds::new(), ends: GroupEnds::new(), pool, epoch, has_own_lengths: false }
     }
 
     pub(crate) fn push_group(&mut self, group: &[BlockId]) {
@@ -75,10 +69,7 @@ impl KVCacheBlocks {
     /// The same, as blocks whose lists need not agree on a length.
     #[must_use]
     pub fn with_own_lengths(self) -> Self {
-        Self {
-            has_own_lengths: true,
-            ..self
-        }
+        Self { has_own_lengths: true, ..self }
     }
 
     /// Whether the groups' lists need not agree on a length.
@@ -96,11 +87,7 @@ impl KVCacheBlocks {
     /// # Panics
     /// If there is no such group.
     pub fn blocks(&self, group: usize) -> &[BlockId] {
-        let start = if group == 0 {
-            0
-        } else {
-            self.ends[group - 1] as usize
-        };
+        let start = if group == 0 { 0 } else { self.ends[group - 1] as usize };
         &self.ids[start..self.ends[group] as usize]
     }
 

@@ -25,10 +25,7 @@ pub struct MergedBlockHashes<'a> {
 impl<'a> MergedBlockHashes<'a> {
     /// `block_size` must be a multiple of `hash_block_size`; the configuration checks it.
     pub fn new(fine: &'a [BlockHash], block_size: u32, hash_block_size: u32) -> Self {
-        Self {
-            fine,
-            factor: (block_size / hash_block_size).max(1) as usize,
-        }
+        Self { fine, factor: (block_size / hash_block_size).max(1) as usize }
     }
 
     /// Complete coarse blocks.
@@ -206,11 +203,7 @@ impl BlockPool {
             let Some(block) = call.row.get(position).copied() else {
                 return Err(KVCacheError::argument(
                     "num_full_blocks",
-                    format!(
-                        "{} is beyond the row of {} blocks",
-                        call.stop,
-                        call.row.len()
-                    ),
+                    format!("{} is beyond the row of {} blocks", call.stop, call.row.len()),
                 ));
             };
             self.check_block("blocks", block)?;
@@ -247,22 +240,11 @@ impl BlockPool {
                 }
                 let hash = *hashes.get(position);
                 let covered_tokens = call.covered_tokens(position);
-                self.insert_key(
-                    block,
-                    PrefixKey {
-                        hash,
-                        group: call.group,
-                        covered_tokens,
-                    },
-                );
+                self.insert_key(block, PrefixKey { hash, group: call.group, covered_tokens });
             }
         }
         if let Some(content) = call.request.content.filter(|_| self.events.is_enabled()) {
-            self.record_full_blocks(&StoreEvents {
-                call,
-                hashes,
-                content,
-            });
+            self.record_full_blocks(&StoreEvents { call, hashes, content });
         }
     }
 
@@ -271,19 +253,14 @@ impl BlockPool {
         let wanted = |position: &usize| call.is_wanted(*position, call.row[*position]);
         match self.config().semantics.sparse_store_event {
             SparseStoreEvent::OnePerCall => {
-                let parent = call
-                    .start
-                    .checked_sub(1)
-                    .map(|before| *events.hashes.get(before));
+                let parent = call.start.checked_sub(1).map(|before| *events.hashes.get(before));
                 let stored = (call.start..call.stop).filter(wanted);
                 self.record_stored(events, stored, call.start..call.stop, parent);
             }
             SparseStoreEvent::OnePerRun => {
                 let mut position = call.start;
                 while let Some(start) = (position..call.stop).find(wanted) {
-                    let stop = (start..call.stop)
-                        .find(|at| !wanted(at))
-                        .unwrap_or(call.stop);
+                    let stop = (start..call.stop).find(|at| !wanted(at)).unwrap_or(call.stop);
                     let parent = (0..start)
                         .rev()
                         .map(|before| *events.hashes.get(before))
@@ -307,13 +284,10 @@ impl BlockPool {
         for position in stored {
             let tokens = call.tokens(position..position + 1);
             let hash = *events.hashes.get(position);
-            media_cursor = self
-                .events
-                .add_stored(hash, content.keys, tokens, media_cursor);
+            media_cursor = self.events.add_stored(hash, content.keys, tokens, media_cursor);
         }
         let tokens = call.tokens(span);
-        self.events
-            .end_stored(content, tokens, parent, call.block_size, call.group);
+        self.events.end_stored(content, tokens, parent, call.block_size, call.group);
     }
 
     /// Makes a block of a row reachable from a boundary strictly inside it. Returns the key, also if
@@ -342,32 +316,18 @@ impl BlockPool {
         self.prefix.reserve(1)?;
         let keys = self.prefix.num_keys_of(block) + 1;
         let tokens = (num_tokens - start) as usize;
-        self.events.reserve(EventReserve {
-            records: keys,
-            hashes: keys,
-            tokens,
-        })?;
+        self.events.reserve(EventReserve { records: keys, hashes: keys, tokens })?;
         self.begin_change();
-        if self
-            .prefix
-            .primary(block)
-            .is_some_and(|old| old.covered_tokens < num_tokens)
-        {
+        if self.prefix.primary(block).is_some_and(|old| old.covered_tokens < num_tokens) {
             self.mark_lost(block, self.relative_epoch());
             self.drop_keys(block);
         }
         self.insert_key(block, key);
         if let Some(content) = request.content.filter(|_| self.events.is_enabled()) {
             let span = start as usize..num_tokens as usize;
-            let cursor = if start > 0 && !content.keys.media().is_empty() {
-                -1
-            } else {
-                0
-            };
-            self.events
-                .add_stored(key.hash, content.keys, span.clone(), cursor);
-            self.events
-                .end_stored(&content, span, parent, num_tokens - start, group);
+            let cursor = if start > 0 && !content.keys.media().is_empty() { -1 } else { 0 };
+            self.events.add_stored(key.hash, content.keys, span.clone(), cursor);
+            self.events.end_stored(&content, span, parent, num_tokens - start, group);
         }
         Ok(Some(key))
     }
@@ -402,11 +362,7 @@ impl BlockPool {
             ));
         };
         self.check_held(block)?;
-        Ok(PrefixKey {
-            hash: *hash,
-            group,
-            covered_tokens: num_tokens,
-        })
+        Ok(PrefixKey { hash: *hash, group, covered_tokens: num_tokens })
     }
 
     /// What a store of a partial entry continues, and from which token on it tells the content.

@@ -71,13 +71,7 @@ impl PrefixLookup<'_> {
         let block_size = manager.block_size();
         let hash_block_size = self.pool.config().hash_block_size;
         let hashes = MergedBlockHashes::new(self.request.block_hashes, block_size, hash_block_size);
-        let lookup = Lookup {
-            groups,
-            max_length,
-            block_size,
-            alignment: align,
-            drop_last,
-        };
+        let lookup = Lookup { groups, max_length, block_size, alignment: align, drop_last };
         manager.find_longest_cache_hit(self.pool, hashes, &lookup)
     }
 
@@ -129,11 +123,7 @@ impl KVCacheCoordinator {
                 let ids: BlockIds = hit.group(0).collect();
                 let (pool, epoch) = (lookup.pool.id(), lookup.pool.epoch());
                 let blocks = KVCacheBlocks::from_groups([ids.as_slice()], pool, epoch);
-                CacheHit {
-                    blocks,
-                    num_tokens,
-                    num_uncached_common_prefix_tokens: 0,
-                }
+                CacheHit { blocks, num_tokens, num_uncached_common_prefix_tokens: 0 }
             }
             Self::Hybrid(hybrid) if hybrid.buckets.is_empty() => lookup.empty(),
             Self::Hybrid(hybrid) => hybrid.find_longest_cache_hit(lookup),
@@ -182,11 +172,8 @@ impl KVCacheCoordinator {
             Self::NoPrefixCache | Self::Unitary => num_tokens,
             Self::Hybrid(hybrid) => {
                 let aligned = num_tokens - num_tokens % hybrid.scheduler_block_size;
-                let peeked = if manager.use_eagle() && aligned > 0 {
-                    manager.block_size()
-                } else {
-                    0
-                };
+                let peeked =
+                    if manager.use_eagle() && aligned > 0 { manager.block_size() } else { 0 };
                 num_tokens.min(aligned + peeked)
             }
         }
@@ -215,10 +202,7 @@ impl Hybrid {
         let mut buckets: Vec<Bucket> = buckets.into_iter().map(|(_, bucket)| bucket).collect();
         for bucket in &mut buckets {
             let any = bucket.groups.iter().any(|group| eagle[group.index()]);
-            bucket
-                .groups
-                .iter()
-                .for_each(|group| eagle[group.index()] = any);
+            bucket.groups.iter().for_each(|group| eagle[group.index()] = any);
             let kind = &config.groups[bucket.groups[0].index()].spec.kind;
             bucket.peeks = any && kind.honours_eagle_drop();
         }

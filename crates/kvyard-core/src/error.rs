@@ -115,18 +115,12 @@ pub enum KVCacheError {
 impl KVCacheError {
     /// An `InvalidArgument`.
     pub fn argument(argument: &'static str, reason: impl Into<String>) -> Self {
-        Self::InvalidArgument {
-            argument,
-            reason: reason.into(),
-        }
+        Self::InvalidArgument { argument, reason: reason.into() }
     }
 
     /// A `Config`.
     pub fn config(field: &'static str, reason: impl Into<String>) -> Self {
-        Self::Config {
-            field,
-            reason: reason.into(),
-        }
+        Self::Config { field, reason: reason.into() }
     }
 }
 

@@ -108,10 +108,7 @@ impl std::ops::AddAssign for EventReserve {
 impl EventLog {
     /// An empty log; with `enabled` false nothing is ever recorded.
     pub fn new(enabled: bool) -> Self {
-        Self {
-            enabled,
-            ..Self::default()
-        }
+        Self { enabled, ..Self::default() }
     }
 
     /// Whether changes are recorded.
@@ -169,30 +166,24 @@ impl EventLog {
                 .iter()
                 .map(|record| (record.hashes_end, record.tokens_end, record.extras_end)),
         );
-        self.records
-            .iter()
-            .zip(starts)
-            .map(|(record, (hashes, tokens, extras))| {
-                let block_hashes = &self.hashes[hashes..record.hashes_end];
-                match record.kind {
-                    Kind::Cleared => KVCacheEvent::AllBlocksCleared,
-                    Kind::Removed => KVCacheEvent::BlockRemoved {
-                        block_hashes,
-                        group: record.group,
-                    },
-                    Kind::Stored => KVCacheEvent::BlockStored {
-                        block_hashes,
-                        parent_block_hash: record.parent,
-                        token_ids: &self.tokens[tokens..record.tokens_end],
-                        block_size: record.block_size,
-                        adapter: (record.adapter as usize)
-                            .checked_sub(1)
-                            .map(|adapter| &self.adapters[adapter]),
-                        extra_keys: &self.extras[extras..record.extras_end],
-                        group: record.group,
-                    },
-                }
-            })
+        self.records.iter().zip(starts).map(|(record, (hashes, tokens, extras))| {
+            let block_hashes = &self.hashes[hashes..record.hashes_end];
+            match record.kind {
+                Kind::Cleared => KVCacheEvent::AllBlocksCleared,
+                Kind::Removed => KVCacheEvent::BlockRemoved { block_hashes, group: record.group },
+                Kind::Stored => KVCacheEvent::BlockStored {
+                    block_hashes,
+                    parent_block_hash: record.parent,
+                    token_ids: &self.tokens[tokens..record.tokens_end],
+                    block_size: record.block_size,
+                    adapter: (record.adapter as usize)
+                        .checked_sub(1)
+                        .map(|adapter| &self.adapters[adapter]),
+                    extra_keys: &self.extras[extras..record.extras_end],
+                    group: record.group,
+                },
+            }
+        })
     }
 
     pub(crate) fn record_removed(&mut self, hash: BlockHash, group: GroupId) {
@@ -236,14 +227,10 @@ impl EventLog {
         group: GroupId,
     ) {
         let first = content.first_token;
-        self.tokens
-            .extend_from_slice(&content.token_ids[span.start - first..span.end - first]);
+        self.tokens.extend_from_slice(&content.token_ids[span.start - first..span.end - first]);
         let mut adapter = 0;
         if let Some(lora) = content.keys.lora() {
-            self.adapters.push(EventAdapter {
-                id: lora.id,
-                name: lora.name.text.clone(),
-            });
+            self.adapters.push(EventAdapter { id: lora.id, name: lora.name.text.clone() });
             adapter = u32::try_from(self.adapters.len()).expect("adapters are bounded by records");
         }
         self.push(Kind::Stored, group, parent, block_size, adapter);

@@ -31,11 +31,7 @@ impl FreeKVCacheBlockQueue {
         next[last as usize] = 0;
         let mut previous: Vec<u32> = (0..num_blocks).map(|block| block.wrapping_sub(1)).collect();
         previous[0] = last;
-        Self {
-            previous,
-            next,
-            len: last as usize,
-        }
+        Self { previous, next, len: last as usize }
     }
 
     /// How many blocks are queued.
@@ -73,10 +69,7 @@ impl FreeKVCacheBlockQueue {
     #[inline]
     pub fn remove(&mut self, block: BlockId) {
         let (previous, next) = (self.previous[block.index()], self.next[block.index()]);
-        assert!(
-            next != UNLINKED && !block.is_null(),
-            "I1: block {block} is not queued"
-        );
+        assert!(next != UNLINKED && !block.is_null(), "I1: block {block} is not queued");
         self.next[previous as usize] = next;
         self.previous[next as usize] = previous;
         self.next[block.index()] = UNLINKED;
@@ -131,11 +124,7 @@ impl FreeKVCacheBlockQueue {
         let mut behind = NULL_BLOCK;
         for block in self.iter() {
             walked += 1;
-            assert!(
-                walked <= self.len,
-                "I1: the forward walk is longer than {}",
-                self.len
-            );
+            assert!(walked <= self.len, "I1: the forward walk is longer than {}", self.len);
             assert_eq!(
                 self.previous[block.index()],
                 behind.0,
@@ -143,10 +132,7 @@ impl FreeKVCacheBlockQueue {
             );
             behind = block;
         }
-        assert_eq!(
-            walked, self.len,
-            "I1: the forward walk and the count differ"
-        );
+        assert_eq!(walked, self.len, "I1: the forward walk and the count differ");
         assert_eq!(self.previous[NULL_BLOCK.index()], behind.0, "I1: the tail");
     }
 }

@@ -59,3 +59,8 @@ pub use request::Request;
 pub use request_view::{RequestCall, RequestStatus, RequestView};
 pub use semantics::Semantics;
 pub use spec::{AttentionKind, KVCacheGroupSpec, KVCacheManagerConfig, KVCacheSpec};
+
+/// The quick start of the project's README is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct ReadmeIsTested;

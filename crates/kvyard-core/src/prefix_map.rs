@@ -76,10 +76,7 @@ fn table_hash(hash: &[u8; 32], group_tag: u16) -> u64 {
         ^ word(24).rotate_left(48)
         ^ u64::from(group_tag).rotate_left(24);
     let product = u128::from(folded) * 0x9e37_79b9_7f4a_7c15;
-    #[expect(
-        clippy::cast_possible_truncation,
-        reason = "folding the product is the point"
-    )]
+    #[expect(clippy::cast_possible_truncation, reason = "folding the product is the point")]
     let mixed = (product as u64) ^ ((product >> 64) as u64);
     mixed
 }
@@ -118,8 +115,7 @@ impl PrefixMap {
     /// The earliest inserted copy.
     #[inline]
     pub fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
-        self.find(hash, tag(group))
-            .map(|entry| self.block_of(entry))
+        self.find(hash, tag(group)).map(|entry| self.block_of(entry))
     }
 
     /// Whether the block carries this key, as its primary or as an alias.
@@ -164,11 +160,7 @@ impl PrefixMap {
 
     /// The aliases of a block, oldest first.
     pub fn aliases(&self, block: BlockId) -> impl Iterator<Item = PrefixKey> + '_ {
-        self.aliases_of
-            .get(&block)
-            .into_iter()
-            .flatten()
-            .filter_map(|entry| self.key_of(*entry))
+        self.aliases_of.get(&block).into_iter().flatten().filter_map(|entry| self.key_of(*entry))
     }
 
     /// Gives a block a key: its primary if it has none, else an alias. A key that the block carries
@@ -282,10 +274,9 @@ impl PrefixMap {
         let (hash, group_tag) = (self.hash[entry as usize], self.group_tag[entry as usize]);
         let Some(first) = self.find(&BlockHash(hash), group_tag) else {
             let (hashes, tags) = (&self.hash, &self.group_tag);
-            self.first_copy
-                .insert_unique(table_hash(&hash, group_tag), entry, |other| {
-                    table_hash(&hashes[*other as usize], tags[*other as usize])
-                });
+            self.first_copy.insert_unique(table_hash(&hash, group_tag), entry, |other| {
+                table_hash(&hashes[*other as usize], tags[*other as usize])
+            });
             return;
         };
         let last = match self.older[first as usize] {
@@ -302,9 +293,7 @@ impl PrefixMap {
         let at = entry as usize;
         let (hash, group_tag) = (BlockHash(self.hash[at]), self.group_tag[at]);
         let (younger, older) = (self.younger[at], self.older[at]);
-        let first = self
-            .find(&hash, group_tag)
-            .expect("I6: a keyed entry is in the map");
+        let first = self.find(&hash, group_tag).expect("I6: a keyed entry is in the map");
         let mut was_last_copy = false;
         if first != entry {
             self.younger[older as usize] = younger;
@@ -342,9 +331,7 @@ impl PrefixMap {
         assert!(!self.is_cached(NULL_BLOCK), "I7: the null block has a key");
         let mut chained = 0;
         for first in &self.first_copy {
-            let key = self
-                .key_of(*first)
-                .expect("I5: an entry without a key is in the map");
+            let key = self.key_of(*first).expect("I5: an entry without a key is in the map");
             let (mut entry, mut last) = (*first, 0);
             while entry != 0 {
                 let found = self.key_of(entry).expect("I5: a chained entry has no key");
@@ -352,32 +339,20 @@ impl PrefixMap {
                     (found.hash, found.group) == (key.hash, key.group),
                     "I5: entry {entry} is in the chain of another key"
                 );
-                assert!(
-                    entry == *first || self.older[entry as usize] == last,
-                    "I5: chain order"
-                );
+                assert!(entry == *first || self.older[entry as usize] == last, "I5: chain order");
                 chained += 1;
                 last = entry;
                 entry = self.younger[entry as usize];
             }
             let expected = if last == *first { 0 } else { last };
-            assert_eq!(
-                self.older[*first as usize], expected,
-                "I5: the end of a chain"
-            );
+            assert_eq!(self.older[*first as usize], expected, "I5: the end of a chain");
         }
         let keyed = self.group_tag.iter().filter(|tag| **tag != 0).count();
-        assert_eq!(
-            chained, keyed,
-            "I6: keyed entries and chained entries differ"
-        );
+        assert_eq!(chained, keyed, "I6: keyed entries and chained entries differ");
         let mut aliases = 0;
         for (block, entries) in &self.aliases_of {
             aliases += entries.len();
-            assert!(
-                self.is_cached(*block) || entries.is_empty(),
-                "I6: aliases without a primary"
-            );
+            assert!(self.is_cached(*block) || entries.is_empty(), "I6: aliases without a primary");
             for entry in entries {
                 assert_eq!(self.block_of(*entry), *block, "I5: alias of another block");
                 assert!(self.key_of(*entry).is_some(), "I6: alias without a key");

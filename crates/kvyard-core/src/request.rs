@@ -131,21 +131,14 @@ impl Request {
         if num_tokens > self.token_ids.len() {
             return Err(KVCacheError::argument(
                 "num_tokens",
-                format!(
-                    "cannot keep {num_tokens} of {} tokens",
-                    self.token_ids.len()
-                ),
+                format!("cannot keep {num_tokens} of {} tokens", self.token_ids.len()),
             ));
         }
         self.token_ids.truncate(num_tokens);
         if let Some(hasher) = &self.hasher {
-            self.block_hashes
-                .truncate(num_tokens / hasher.hash_block_size());
+            self.block_hashes.truncate(num_tokens / hasher.hash_block_size());
         }
-        let kept = self
-            .keys
-            .media()
-            .partition_point(|item| (item.offset as usize) < num_tokens);
+        let kept = self.keys.media().partition_point(|item| (item.offset as usize) < num_tokens);
         if kept < self.keys.media().len() {
             self.keys = Arc::new(self.keys.with_media(self.keys.media()[..kept].to_vec())?);
         }

@@ -109,10 +109,7 @@ impl AttentionKind {
     /// Whether a lookup in such a group looks one block further for a drafter, and drops it. Mamba
     /// lookups cannot tell what the drop means, and chunked local ones find nothing behind it.
     pub(crate) fn honours_eagle_drop(&self) -> bool {
-        !matches!(
-            self,
-            Self::Mamba { .. } | Self::ChunkedLocalAttention { .. }
-        )
+        !matches!(self, Self::Mamba { .. } | Self::ChunkedLocalAttention { .. })
     }
 
     /// Whether the tokens of a block can be spread over context-parallel ranks and still be found.
@@ -135,9 +132,9 @@ impl AttentionKind {
             Self::SlidingWindow { sliding_window } | Self::SlidingWindowMLA { sliding_window } => {
                 ("sliding_window", sliding_window)
             }
-            Self::ChunkedLocalAttention {
-                attention_chunk_size,
-            } => ("attention_chunk_size", attention_chunk_size),
+            Self::ChunkedLocalAttention { attention_chunk_size } => {
+                ("attention_chunk_size", attention_chunk_size)
+            }
             Self::SinkFullAttention { sink_len } => {
                 multiple("sink_len", sink_len, block_size)?;
                 ("sink_len", sink_len)
@@ -166,23 +163,13 @@ pub struct KVCacheGroupSpec {
 impl KVCacheGroupSpec {
     /// A group of no draft layers.
     pub fn new(kind: AttentionKind, block_size: u32) -> Self {
-        Self {
-            spec: KVCacheSpec {
-                kind,
-                block_size,
-                layout: 0,
-            },
-            is_eagle_group: false,
-        }
+        Self { spec: KVCacheSpec { kind, block_size, layout: 0 }, is_eagle_group: false }
     }
 }
 
 /// Arguments of a manager; the names are those of vLLM's `KVCacheManager`.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(
-    clippy::struct_excessive_bools,
-    reason = "the arguments of vLLM's KVCacheManager"
-)]
+#[expect(clippy::struct_excessive_bools, reason = "the arguments of vLLM's KVCacheManager")]
 pub struct KVCacheManagerConfig {
     /// All blocks, the null block included.
     pub num_blocks: u32,
@@ -227,10 +214,7 @@ impl KVCacheManagerConfig {
     pub fn new(num_blocks: u32, block_size: u32, max_model_len: u32) -> Self {
         Self {
             num_blocks,
-            groups: vec![KVCacheGroupSpec::new(
-                AttentionKind::FullAttention,
-                block_size,
-            )],
+            groups: vec![KVCacheGroupSpec::new(AttentionKind::FullAttention, block_size)],
             max_model_len,
             scheduler_block_size: block_size,
             hash_block_size: block_size,
@@ -292,18 +276,10 @@ impl KVCacheManagerConfig {
             let reason = format!("must be a number of at least 0, not {}", self.watermark);
             return Err(KVCacheError::config("watermark", reason));
         }
-        if self
-            .dcp_world_size
-            .checked_mul(self.pcp_world_size)
-            .is_none_or(|size| size > 1 << 16)
-        {
+        if self.dcp_world_size.checked_mul(self.pcp_world_size).is_none_or(|size| size > 1 << 16) {
             return Err(KVCacheError::config("dcp_world_size", "too many ranks"));
         }
-        multiple(
-            "scheduler_block_size",
-            self.scheduler_block_size,
-            self.hash_block_size,
-        )?;
+        multiple("scheduler_block_size", self.scheduler_block_size, self.hash_block_size)?;
         for group in &self.groups {
             self.check_group(group)?;
         }
@@ -315,36 +291,18 @@ impl KVCacheManagerConfig {
             return Err(KVCacheError::config("kv_cache_groups", reason));
         }
         self.check_retention()?;
-        if self.enable_caching {
-            self.check_caching()
-        } else {
-            Ok(())
-        }
+        if self.enable_caching { self.check_caching() } else { Ok(()) }
     }
 
     fn check_group(&self, group: &KVCacheGroupSpec) -> Result<()> {
         let spec = &group.spec;
         if spec.block_size == 0 {
-            return Err(KVCacheError::config(
-                "block_size",
-                "must be at least 1, not 0",
-            ));
+            return Err(KVCacheError::config("block_size", "must be at least 1, not 0"));
         }
-        if spec
-            .block_size
-            .checked_mul(self.context_parallel_size())
-            .is_none()
-        {
-            return Err(KVCacheError::config(
-                "block_size",
-                "does not fit in 32 bits",
-            ));
+        if spec.block_size.checked_mul(self.context_parallel_size()).is_none() {
+            return Err(KVCacheError::config("block_size", "does not fit in 32 bits"));
         }
-        multiple(
-            "scheduler_block_size",
-            self.scheduler_block_size,
-            spec.block_size,
-        )?;
+        multiple("scheduler_block_size", self.scheduler_block_size, spec.block_size)?;
         spec.kind.check(spec.block_size)
     }
 
@@ -396,8 +354,5 @@ fn multiple(field: &'static str, value: u32, of: u32) -> Result<()> {
     if value.is_multiple_of(of) {
         return Ok(());
     }
-    Err(KVCacheError::config(
-        field,
-        format!("{value} is no multiple of {of}"),
-    ))
+    Err(KVCacheError::config(field, format!("{value} is no multiple of {of}")))
 }

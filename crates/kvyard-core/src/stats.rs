@@ -32,11 +32,7 @@ impl PrefixCacheStats {
     /// Counts one lookup.
     pub fn record(&mut self, view: &RequestView, num_hit_tokens: u32) {
         let (requests, queries, hits) = if view.num_preemptions > 0 {
-            (
-                &mut self.preempted_requests,
-                &mut self.preempted_queries,
-                &mut self.preempted_hits,
-            )
+            (&mut self.preempted_requests, &mut self.preempted_queries, &mut self.preempted_hits)
         } else {
             (&mut self.requests, &mut self.queries, &mut self.hits)
         };
@@ -117,11 +113,7 @@ impl ResidencyMetrics {
     pub(crate) fn on_allocated(&mut self, block: BlockId) {
         if self.next_random() < self.sample_rate {
             let now = self.now_ns;
-            let life = Residence {
-                birth_ns: now,
-                last_access_ns: now,
-                accesses: VecDeque::new(),
-            };
+            let life = Residence { birth_ns: now, last_access_ns: now, accesses: VecDeque::new() };
             self.residents.insert(block, life);
         }
     }

@@ -36,24 +36,17 @@ impl KVCacheBlock {
     /// Its primary key now: the hash and the group id in four bytes; None while it has none.
     #[getter]
     fn block_hash<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let key = self
-            .shared
-            .with(py, |core| core.pool().block_key(self.block))?;
+        let key = self.shared.with(py, |core| core.pool().block_key(self.block))?;
         Ok(key.map(|key| {
             let width = self.shared.hash_width();
-            PyBytes::new(
-                py,
-                &[&key.hash.0[..width], &key.group.0.to_be_bytes()[..]].concat(),
-            )
+            PyBytes::new(py, &[&key.hash.0[..width], &key.group.0.to_be_bytes()[..]].concat())
         }))
     }
 
     /// Prefix tokens that its primary key covers; None while it has none.
     #[getter]
     fn num_hash_tokens(&self, py: Python<'_>) -> PyResult<Option<u32>> {
-        let key = self
-            .shared
-            .with(py, |core| core.pool().block_key(self.block))?;
+        let key = self.shared.with(py, |core| core.pool().block_key(self.block))?;
         Ok(key.map(|key| key.covered_tokens))
     }
 
@@ -116,19 +109,13 @@ impl KVCacheBlocks {
         if self.core.num_groups() != 1 {
             return Err(invalid_argument(
                 "blocks",
-                format!(
-                    "get_unhashed_block_ids needs one group, not {}",
-                    self.core.num_groups()
-                ),
+                format!("get_unhashed_block_ids needs one group, not {}", self.core.num_groups()),
             ));
         }
         let ids = self.core.blocks(0);
         self.pool.get().shared.with(py, |core| {
             let prefix = core.pool().prefix_map();
-            ids.iter()
-                .filter(|block| !prefix.is_cached(**block))
-                .map(|block| block.0)
-                .collect()
+            ids.iter().filter(|block| !prefix.is_cached(**block)).map(|block| block.0).collect()
         })
     }
 
@@ -146,18 +133,12 @@ impl KVCacheBlocks {
     /// A new object without blocks, for as many groups.
     fn new_empty(&self, py: Python<'_>) -> Self {
         let core = CoreBlocks::empty(self.core.num_groups(), self.core.pool(), self.core.epoch());
-        Self {
-            core,
-            pool: self.pool.clone_ref(py),
-        }
+        Self { core, pool: self.pool.clone_ref(py) }
     }
 
     fn __add__(&self, py: Python<'_>, other: &Self) -> PyResult<Self> {
         let core = self.core.concat(&other.core).or_python()?;
-        Ok(Self {
-            core,
-            pool: self.pool.clone_ref(py),
-        })
+        Ok(Self { core, pool: self.pool.clone_ref(py) })
     }
 
     fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
@@ -165,17 +146,13 @@ impl KVCacheBlocks {
             let other = &other.get().core;
             self.core.pool() == other.pool()
                 && self.core.num_groups() == other.num_groups()
-                && self
-                    .group_ids()
-                    .eq((0..other.num_groups()).map(|group| other.blocks(group)))
+                && self.group_ids().eq((0..other.num_groups()).map(|group| other.blocks(group)))
         })
     }
 
     fn __repr__(&self) -> String {
-        let groups: Vec<Vec<u32>> = self
-            .group_ids()
-            .map(|ids| ids.iter().map(|block| block.0).collect())
-            .collect();
+        let groups: Vec<Vec<u32>> =
+            self.group_ids().map(|ids| ids.iter().map(|block| block.0).collect()).collect();
         format!("KVCacheBlocks({groups:?})")
     }
 }
@@ -240,10 +217,7 @@ impl BlockLease {
     /// Whether the blocks were given back.
     #[getter]
     fn released(&self) -> bool {
-        self.lease
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .is_none()
+        self.lease.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 
     /// Where each group's blocks end.
@@ -261,19 +235,11 @@ impl BlockLease {
     }
 
     fn __iter__(slf: &Bound<'_, Self>) -> BlockLeaseIterator {
-        BlockLeaseIterator {
-            lease: slf.clone().unbind(),
-            reversed: false,
-            next: Mutex::new(0),
-        }
+        BlockLeaseIterator { lease: slf.clone().unbind(), reversed: false, next: Mutex::new(0) }
     }
 
     fn __reversed__(slf: &Bound<'_, Self>) -> BlockLeaseIterator {
-        BlockLeaseIterator {
-            lease: slf.clone().unbind(),
-            reversed: true,
-            next: Mutex::new(0),
-        }
+        BlockLeaseIterator { lease: slf.clone().unbind(), reversed: true, next: Mutex::new(0) }
     }
 
     fn __eq__(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -334,11 +300,7 @@ pub(crate) fn index_blocks<'py>(
         return Ok(pool.block_list(py, &picked)?.into_any());
     }
     let index: isize = index.extract()?;
-    let at = if index < 0 {
-        index + ids.len().cast_signed()
-    } else {
-        index
-    };
+    let at = if index < 0 { index + ids.len().cast_signed() } else { index };
     match usize::try_from(at).ok().and_then(|at| ids.get(at)) {
         Some(block) => Ok(pool.block(py, *block)?.into_bound(py).into_any()),
         None => Err(PyIndexError::new_err("block index out of range")),

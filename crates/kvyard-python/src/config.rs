@@ -11,30 +11,19 @@ use crate::pool::config_error;
 
 /// A positive int; anything else is a configuration error.
 pub(crate) fn positive(field: &str, value: &Bound<'_, PyAny>) -> PyResult<u32> {
-    match value
-        .cast::<PyInt>()
-        .ok()
-        .and_then(|value| value.extract().ok())
-    {
+    match value.cast::<PyInt>().ok().and_then(|value| value.extract().ok()) {
         Some(number) => positive_number(field, number),
-        None => Err(config_error(
-            field,
-            &format!("must be a positive int of 32 bits, not {value}"),
-        )),
+        None => {
+            Err(config_error(field, &format!("must be a positive int of 32 bits, not {value}")))
+        }
     }
 }
 
 /// A number above 0; anything else is a configuration error.
 pub(crate) fn positive_number(field: &str, value: i64) -> PyResult<u32> {
-    u32::try_from(value)
-        .ok()
-        .filter(|number| *number > 0)
-        .ok_or_else(|| {
-            config_error(
-                field,
-                &format!("must be a positive int of 32 bits, not {value}"),
-            )
-        })
+    u32::try_from(value).ok().filter(|number| *number > 0).ok_or_else(|| {
+        config_error(field, &format!("must be a positive int of 32 bits, not {value}"))
+    })
 }
 
 /// A number of at least 0; anything else is a configuration error.
@@ -53,18 +42,9 @@ const ATTENTION_FIELDS: [&str; 7] = [
     "page_size_padded",
     "indexes_kv_by_block_stride",
 ];
-const FULL_FIELDS: [&str; 4] = [
-    "head_size_v",
-    "sliding_window",
-    "attention_chunk_size",
-    "non_causal",
-];
-const MLA_FIELDS: [&str; 4] = [
-    "cache_dtype_str",
-    "alignment",
-    "compress_ratio",
-    "model_version",
-];
+const FULL_FIELDS: [&str; 4] =
+    ["head_size_v", "sliding_window", "attention_chunk_size", "non_causal"];
+const MLA_FIELDS: [&str; 4] = ["cache_dtype_str", "alignment", "compress_ratio", "model_version"];
 const MAMBA_FIELDS: [&str; 7] = [
     "block_size",
     "shapes",
@@ -107,47 +87,25 @@ const KNOWN_SPECS: [KnownSpec; 11] = [
     KnownSpec {
         class: "RSWASpec",
         fields: [&ATTENTION_FIELDS, &FULL_FIELDS, &["rswa_window"], &[]],
-        kind: |spec| {
-            Ok(AttentionKind::RSWA {
-                rswa_window: field(spec, "rswa_window")?,
-            })
-        },
+        kind: |spec| Ok(AttentionKind::RSWA { rswa_window: field(spec, "rswa_window")? }),
     },
     KnownSpec {
         class: "SinkFullAttentionSpec",
         fields: [&ATTENTION_FIELDS, &FULL_FIELDS, &["sink_len"], &[]],
-        kind: |spec| {
-            Ok(AttentionKind::SinkFullAttention {
-                sink_len: field(spec, "sink_len")?,
-            })
-        },
+        kind: |spec| Ok(AttentionKind::SinkFullAttention { sink_len: field(spec, "sink_len")? }),
     },
     KnownSpec {
         class: "SlidingWindowSpec",
-        fields: [
-            &ATTENTION_FIELDS,
-            &["sliding_window", "head_size_v"],
-            &[],
-            &[],
-        ],
+        fields: [&ATTENTION_FIELDS, &["sliding_window", "head_size_v"], &[], &[]],
         kind: |spec| {
-            Ok(AttentionKind::SlidingWindow {
-                sliding_window: field(spec, "sliding_window")?,
-            })
+            Ok(AttentionKind::SlidingWindow { sliding_window: field(spec, "sliding_window")? })
         },
     },
     KnownSpec {
         class: "SlidingWindowMLASpec",
-        fields: [
-            &ATTENTION_FIELDS,
-            &["sliding_window", "head_size_v"],
-            &MLA_FIELDS,
-            &[],
-        ],
+        fields: [&ATTENTION_FIELDS, &["sliding_window", "head_size_v"], &MLA_FIELDS, &[]],
         kind: |spec| {
-            Ok(AttentionKind::SlidingWindowMLA {
-                sliding_window: field(spec, "sliding_window")?,
-            })
+            Ok(AttentionKind::SlidingWindowMLA { sliding_window: field(spec, "sliding_window")? })
         },
     },
     KnownSpec {
@@ -155,16 +113,10 @@ const KNOWN_SPECS: [KnownSpec; 11] = [
         fields: [&ATTENTION_FIELDS, &["attention_chunk_size"], &[], &[]],
         kind: |spec| {
             let attention_chunk_size = field(spec, "attention_chunk_size")?;
-            Ok(AttentionKind::ChunkedLocalAttention {
-                attention_chunk_size,
-            })
+            Ok(AttentionKind::ChunkedLocalAttention { attention_chunk_size })
         },
     },
-    KnownSpec {
-        class: "MambaSpec",
-        fields: [&MAMBA_FIELDS, &[], &[], &[]],
-        kind: mamba,
-    },
+    KnownSpec { class: "MambaSpec", fields: [&MAMBA_FIELDS, &[], &[], &[]], kind: mamba },
     KnownSpec {
         class: "CrossAttentionSpec",
         fields: [&ATTENTION_FIELDS, &[], &[], &[]],
@@ -189,10 +141,7 @@ fn mamba(spec: &Bound<'_, PyAny>) -> PyResult<AttentionKind> {
     };
     let drafts = spec.getattr("num_speculative_blocks")?.extract()?;
     let num_speculative_blocks = count("num_speculative_blocks", drafts)?;
-    Ok(AttentionKind::Mamba {
-        mamba_cache_mode,
-        num_speculative_blocks,
-    })
+    Ok(AttentionKind::Mamba { mamba_cache_mode, num_speculative_blocks })
 }
 
 /// The groups of a configuration. Specs that Python finds equal get the same layout number.
@@ -218,10 +167,7 @@ pub(crate) fn groups(kv_cache_config: &Bound<'_, PyAny>) -> PyResult<Vec<KVCache
             layouts.len() - 1
         });
         spec.layout = u32::try_from(layout).unwrap_or(u32::MAX);
-        groups.push(KVCacheGroupSpec {
-            spec,
-            is_eagle_group,
-        });
+        groups.push(KVCacheGroupSpec { spec, is_eagle_group });
     }
     Ok(groups)
 }
@@ -230,16 +176,10 @@ fn spec(spec: &Bound<'_, PyAny>) -> PyResult<KVCacheSpec> {
     let class = spec.get_type().name()?.to_string();
     let (known, custom) = known_spec(spec.py(), &class)?;
     if spec.hasattr("__dataclass_fields__")? {
-        let fields = spec
-            .py()
-            .import("dataclasses")?
-            .call_method1("fields", (spec,))?;
+        let fields = spec.py().import("dataclasses")?.call_method1("fields", (spec,))?;
         for field in fields.try_iter()? {
             let name: String = field?.getattr("name")?.extract()?;
-            let is_known = known
-                .fields
-                .iter()
-                .any(|part| part.contains(&name.as_str()));
+            let is_known = known.fields.iter().any(|part| part.contains(&name.as_str()));
             if !is_known && !custom.contains(&name) {
                 return Err(config_error(
                     "kv_cache_spec",
@@ -249,11 +189,7 @@ fn spec(spec: &Bound<'_, PyAny>) -> PyResult<KVCacheSpec> {
         }
     }
     let block_size = count("block_size", spec.getattr("block_size")?.extract()?)?;
-    Ok(KVCacheSpec {
-        kind: (known.kind)(spec)?,
-        block_size,
-        layout: 0,
-    })
+    Ok(KVCacheSpec { kind: (known.kind)(spec)?, block_size, layout: 0 })
 }
 
 /// A class of vLLM's, or one that the user registered as such; with the fields that it has besides.
@@ -262,9 +198,7 @@ fn known_spec(py: Python<'_>, class: &str) -> PyResult<(&'static KnownSpec, Vec<
     if let Some(known) = builtin(class) {
         return Ok((known, Vec::new()));
     }
-    let registry = py
-        .import("kvyard.kv_cache_interface")?
-        .getattr("REGISTERED_SPECS")?;
+    let registry = py.import("kvyard.kv_cache_interface")?.getattr("REGISTERED_SPECS")?;
     let registered: Option<(String, Vec<String>)> =
         registry.call_method1("get", (class,))?.extract()?;
     if let Some((base, fields)) = registered
@@ -276,10 +210,7 @@ fn known_spec(py: Python<'_>, class: &str) -> PyResult<(&'static KnownSpec, Vec<
         "EncoderOnlyAttentionSpec needs no KV cache: leave its layers out of the groups".to_owned()
     } else {
         let known: Vec<&str> = KNOWN_SPECS.iter().map(|known| known.class).collect();
-        format!(
-            "{class} is not known; known are {} and registered ones",
-            known.join(", ")
-        )
+        format!("{class} is not known; known are {} and registered ones", known.join(", "))
     };
     Err(config_error("kv_cache_spec", &reason))
 }

@@ -26,10 +26,7 @@ pub(crate) fn token_ids(values: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
         return Ok(tokens);
     }
     if let Some(tokens) = buffer_of::<i32>(values)? {
-        return tokens
-            .into_iter()
-            .map(|token| narrow(i64::from(token)))
-            .collect();
+        return tokens.into_iter().map(|token| narrow(i64::from(token))).collect();
     }
     if let Some(tokens) = buffer_of::<i64>(values)? {
         return tokens.into_iter().map(narrow).collect();
@@ -47,19 +44,13 @@ fn buffer_of<T: pyo3::buffer::Element>(values: &Bound<'_, PyAny>) -> PyResult<Op
 #[inline]
 fn token_id(token: &Bound<'_, PyAny>) -> PyResult<u32> {
     token.extract().map_err(|_| {
-        invalid_argument(
-            "token_ids",
-            format!("a token id must be an int of 32 bits, not {token}"),
-        )
+        invalid_argument("token_ids", format!("a token id must be an int of 32 bits, not {token}"))
     })
 }
 
 fn narrow(token: i64) -> PyResult<u32> {
     u32::try_from(token).map_err(|_| {
-        invalid_argument(
-            "token_ids",
-            format!("a token id must be an int of 32 bits, not {token}"),
-        )
+        invalid_argument("token_ids", format!("a token id must be an int of 32 bits, not {token}"))
     })
 }
 
@@ -82,10 +73,7 @@ pub(crate) fn block_hashes(values: &Bound<'_, PyAny>) -> PyResult<(Vec<BlockHash
         let value = value?;
         let bytes = value.cast::<PyBytes>()?.as_bytes();
         if width != 0 && bytes.len() != width {
-            return Err(invalid_argument(
-                "block_hashes",
-                "all hashes must have the same width",
-            ));
+            return Err(invalid_argument("block_hashes", "all hashes must have the same width"));
         }
         width = bytes.len();
         hashes.push(block_hash("block_hashes", bytes)?);
@@ -110,10 +98,7 @@ impl Identities {
         });
         let identity = u32::try_from(identity)
             .map_err(|_| invalid_argument("extra_keys", "too many text members"))?;
-        Ok(Text {
-            text: Arc::from(value.to_cow()?.as_ref()),
-            identity,
-        })
+        Ok(Text { text: Arc::from(value.to_cow()?.as_ref()), identity })
     }
 
     fn attribute(&mut self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Text> {
@@ -152,16 +137,8 @@ impl KeyParts<'_, '_> {
         let Some(lora) = self.lora_request else {
             return Ok(None);
         };
-        let name = if lora.hasattr("lora_name")? {
-            "lora_name"
-        } else {
-            "name"
-        };
-        let id = if lora.hasattr("lora_int_id")? {
-            "lora_int_id"
-        } else {
-            "adapter_id"
-        };
+        let name = if lora.hasattr("lora_name")? { "lora_name" } else { "name" };
+        let id = if lora.hasattr("lora_int_id")? { "lora_int_id" } else { "adapter_id" };
         let path = match self.lora_path {
             Some(path) => Some(identities.text(path.cast::<PyString>()?)?),
             None => match lora.getattr_opt("lora_path")? {
@@ -173,11 +150,7 @@ impl KeyParts<'_, '_> {
             Some(id) => id.extract()?,
             None => 0,
         };
-        Ok(Some(Lora {
-            name: identities.attribute(lora, name)?,
-            path,
-            id,
-        }))
+        Ok(Some(Lora { name: identities.attribute(lora, name)?, path, id }))
     }
 
     fn media(&self, identities: &mut Identities) -> PyResult<Vec<MediaItem>> {
@@ -236,17 +209,12 @@ fn raw_rows(embeds: &Bound<'_, PyAny>) -> PyResult<(Vec<u8>, usize)> {
         let torch = embeds.py().import("torch")?;
         let tensor = embeds.call_method0("detach")?.call_method0("cpu")?;
         let tensor = tensor.call_method0("contiguous")?;
-        tensor
-            .call_method1("view", (torch.getattr("uint8")?,))?
-            .call_method0("numpy")?
+        tensor.call_method1("view", (torch.getattr("uint8")?,))?.call_method0("numpy")?
     } else {
         embeds.clone()
     };
     let bytes = array.call_method0("tobytes").map_err(|_| {
-        invalid_argument(
-            "prompt_embeds",
-            "must be a torch tensor or an array with tobytes()",
-        )
+        invalid_argument("prompt_embeds", "must be a torch tensor or an array with tobytes()")
     })?;
     Ok((bytes.cast::<PyBytes>()?.as_bytes().to_vec(), rows))
 }

@@ -52,12 +52,8 @@ pub(crate) fn take_events(
     if !shared.enable_kv_cache_events {
         return Ok(Vec::new());
     }
-    let mut log = std::mem::take(
-        &mut *shared
-            .spare_events
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner),
-    );
+    let mut log =
+        std::mem::take(&mut *shared.spare_events.lock().unwrap_or_else(PoisonError::into_inner));
     shared.with(py, |core| core.pool_mut().take_event_log(&mut log))?;
     let reader = Reader {
         py,
@@ -68,10 +64,7 @@ pub(crate) fn take_events(
     };
     let events = log.iter().map(|event| reader.object(&event)).collect();
     log.clear();
-    *shared
-        .spare_events
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner) = log;
+    *shared.spare_events.lock().unwrap_or_else(PoisonError::into_inner) = log;
     events
 }
 
@@ -93,10 +86,7 @@ impl<'py> Reader<'_, 'py> {
     }
 
     fn hashes(&self, hashes: &[BlockHash]) -> PyResult<Bound<'py, PyList>> {
-        let hashes: Vec<_> = hashes
-            .iter()
-            .map(|hash| self.hash(hash))
-            .collect::<PyResult<_>>()?;
+        let hashes: Vec<_> = hashes.iter().map(|hash| self.hash(hash)).collect::<PyResult<_>>()?;
         PyList::new(self.py, hashes)
     }
 
@@ -104,13 +94,9 @@ impl<'py> Reader<'_, 'py> {
         let py = self.py;
         match *event {
             KVCacheEvent::AllBlocksCleared => self.classes.cleared.call0(py),
-            KVCacheEvent::BlockRemoved {
-                block_hashes,
-                group,
-            } => self
-                .classes
-                .removed
-                .call1(py, (self.hashes(block_hashes)?, MEDIUM, group.0)),
+            KVCacheEvent::BlockRemoved { block_hashes, group } => {
+                self.classes.removed.call1(py, (self.hashes(block_hashes)?, MEDIUM, group.0))
+            }
             KVCacheEvent::BlockStored {
                 block_hashes,
                 parent_block_hash,
@@ -158,10 +144,8 @@ impl<'py> Reader<'_, 'py> {
                 if members.is_empty() {
                     return Ok(None);
                 }
-                let members: Vec<Bound<'py, PyAny>> = members
-                    .iter()
-                    .map(|key| self.extra_key(key))
-                    .collect::<PyResult<_>>()?;
+                let members: Vec<Bound<'py, PyAny>> =
+                    members.iter().map(|key| self.extra_key(key)).collect::<PyResult<_>>()?;
                 PyTuple::new(self.py, members).map(Some)
             })
             .collect::<PyResult<_>>()?;

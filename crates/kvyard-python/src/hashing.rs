@@ -46,10 +46,7 @@ impl HashFunction {
         }
         let (parent, tokens, extra_keys): (Bound<'py, PyBytes>, _, Option<Bound<'py, PyTuple>>) =
             value.extract().map_err(|_| {
-                invalid_argument(
-                    "value",
-                    "must be a str or a triple (bytes, token ids, extras)",
-                )
+                invalid_argument("value", "must be a str or a triple (bytes, token ids, extras)")
             })?;
         self.digest(py, parent.as_bytes(), &tokens, extra_keys.as_ref())
     }
@@ -72,10 +69,7 @@ impl HashFunction {
             .map(|token| token?.extract())
             .collect::<PyResult<Vec<i64>>>()
             .map_err(|_| invalid_argument("token_ids", "must be ints of 64 bits"))?;
-        let extra_keys = extra_keys
-            .map(extra_key_members)
-            .transpose()?
-            .unwrap_or_default();
+        let extra_keys = extra_keys.map(extra_key_members).transpose()?.unwrap_or_default();
         let parent = block_hash("parent_block_hash", parent)?;
         let hash = kvyard_core::hashing::hash_block_tokens(
             self.0,
@@ -124,21 +118,11 @@ pub(crate) fn hash_block_tokens<'py>(
     extra_keys: Option<&Bound<'py, PyTuple>>,
     none_hash: Option<&[u8]>,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let parent = parent_block_hash
-        .filter(|parent| !parent.is_empty())
-        .or(none_hash);
+    let parent = parent_block_hash.filter(|parent| !parent.is_empty()).or(none_hash);
     let parent = parent.ok_or_else(|| {
-        invalid_argument(
-            "parent_block_hash",
-            "is missing, and no none_hash was given",
-        )
+        invalid_argument("parent_block_hash", "is missing, and no none_hash was given")
     })?;
-    hash_function.digest(
-        curr_block_token_ids.py(),
-        parent,
-        curr_block_token_ids,
-        extra_keys,
-    )
+    hash_function.digest(curr_block_token_ids.py(), parent, curr_block_token_ids, extra_keys)
 }
 
 /// What hashes the blocks of requests: a function, the root of the chain, tokens per block.
@@ -182,14 +166,8 @@ impl BlockHasher {
     #[getter]
     fn none_hash<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         let BlockHash(bytes) = self.0.none_hash();
-        let is_digest = bytes[self.0.algorithm().width()..]
-            .iter()
-            .all(|byte| *byte == 0);
-        let width = if is_digest {
-            self.0.algorithm().width()
-        } else {
-            bytes.len()
-        };
+        let is_digest = bytes[self.0.algorithm().width()..].iter().all(|byte| *byte == 0);
+        let width = if is_digest { self.0.algorithm().width() } else { bytes.len() };
         PyBytes::new(py, &bytes[..width])
     }
 
@@ -222,10 +200,7 @@ impl BlockHasher {
             hashes.split_off(before)
         });
         let width = self.0.algorithm().width();
-        Ok(hashes
-            .iter()
-            .map(|hash| PyBytes::new(py, &hash.0[..width]))
-            .collect())
+        Ok(hashes.iter().map(|hash| PyBytes::new(py, &hash.0[..width])).collect())
     }
 
     fn __repr__(&self) -> String {

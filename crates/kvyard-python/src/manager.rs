@@ -58,10 +58,7 @@ impl From<&CoreStats> for PrefixCacheStats {
 #[pymethods]
 impl PrefixCacheStats {
     fn __repr__(&self) -> String {
-        format!("{self:?}")
-            .replace(": ", "=")
-            .replace(" { ", "(")
-            .replace(" }", ")")
+        format!("{self:?}").replace(": ", "=").replace(" { ", "(").replace(" }", ")")
     }
 }
 
@@ -82,10 +79,7 @@ pub(crate) struct CacheHit {
 #[pymethods]
 impl CacheHit {
     fn __repr__(&self) -> String {
-        format!(
-            "CacheHit(num_tokens={}, epoch={})",
-            self.num_tokens, self.epoch
-        )
+        format!("CacheHit(num_tokens={}, epoch={})", self.num_tokens, self.epoch)
     }
 }
 
@@ -95,12 +89,8 @@ fn default_block_sizes(groups: &[KVCacheGroupSpec], ranks: u32) -> (u32, u32) {
     fn gcd(a: u32, b: u32) -> u32 {
         if b == 0 { a } else { gcd(b, a % b) }
     }
-    let sizes = groups
-        .iter()
-        .map(|group| group.spec.block_size.saturating_mul(ranks).max(1));
-    let scheduler = sizes
-        .clone()
-        .fold(1, |a, b| (a / gcd(a, b)).saturating_mul(b));
+    let sizes = groups.iter().map(|group| group.spec.block_size.saturating_mul(ranks).max(1));
+    let scheduler = sizes.clone().fold(1, |a, b| (a / gcd(a, b)).saturating_mul(b));
     (scheduler, sizes.reduce(gcd).unwrap_or(1))
 }
 
@@ -138,13 +128,7 @@ impl KVCacheManager {
         if core.is_empty() {
             return Ok(self.empty_kv_cache_blocks.clone_ref(py));
         }
-        Py::new(
-            py,
-            KVCacheBlocks {
-                core,
-                pool: self.block_pool.clone_ref(py),
-            },
-        )
+        Py::new(py, KVCacheBlocks { core, pool: self.block_pool.clone_ref(py) })
     }
 
     fn with<R>(&self, py: Python<'_>, work: impl FnOnce(&mut CoreManager) -> R) -> PyResult<R> {
@@ -153,9 +137,7 @@ impl KVCacheManager {
 
     /// The hits of a call; the empty object is no hit at all.
     fn hits<'a>(&self, blocks: Option<&'a Bound<'_, KVCacheBlocks>>) -> Option<&'a CoreBlocks> {
-        blocks
-            .map(|blocks| &blocks.get().core)
-            .filter(|blocks| !blocks.is_empty())
+        blocks.map(|blocks| &blocks.get().core).filter(|blocks| !blocks.is_empty())
     }
 }
 
@@ -170,14 +152,8 @@ impl KVCacheManager {
         semantics = Semantics(kvyard_core::Semantics::corrected()), track_new_blocks = true,
         retention_interval = None
     ))]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the signature of vLLM's KVCacheManager"
-    )]
-    #[expect(
-        clippy::fn_params_excessive_bools,
-        reason = "the signature of vLLM's KVCacheManager"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's KVCacheManager")]
+    #[expect(clippy::fn_params_excessive_bools, reason = "the signature of vLLM's KVCacheManager")]
     fn new(
         py: Python<'_>,
         kv_cache_config: Bound<'_, PyAny>,
@@ -232,19 +208,14 @@ impl KVCacheManager {
             track_row_edits: false,
             semantics: semantics.0,
         };
-        let residency = metrics_collector
-            .as_ref()
-            .map(|metrics| metrics.get().start());
+        let residency = metrics_collector.as_ref().map(|metrics| metrics.get().start());
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
         let core = CoreManager::new(config, residency).or_python()?;
         let (empty, watermark_blocks) = (core.empty_kv_cache_blocks(), core.watermark_blocks());
         let shared = Arc::new(Shared::new(Core::Manager(core), has_residency));
         let block_pool = Py::new(py, BlockPool::over(shared.clone(), metrics_collector))?;
-        let empty = KVCacheBlocks {
-            core: empty,
-            pool: block_pool.clone_ref(py),
-        };
+        let empty = KVCacheBlocks { core: empty, pool: block_pool.clone_ref(py) };
         Ok(Self {
             shared,
             block_pool,
@@ -280,9 +251,7 @@ impl KVCacheManager {
 
     /// Statistics since the last call; None unless they are kept.
     fn make_prefix_cache_stats(&self, py: Python<'_>) -> PyResult<Option<PrefixCacheStats>> {
-        self.with(py, |manager| {
-            manager.make_prefix_cache_stats().as_ref().map(Into::into)
-        })
+        self.with(py, |manager| manager.make_prefix_cache_stats().as_ref().map(Into::into))
     }
 
     /// The longest cached prefix of a request, and its length in tokens. Nothing is pinned.
@@ -318,9 +287,7 @@ impl KVCacheManager {
         let py = request.py();
         let max_length = count("max_cache_hit_length", max_cache_hit_length)?;
         let (blocks, lengths) = RequestArgument::new(request, &self.shared)?.with(|call, _| {
-            self.with(py, |manager| {
-                manager.find_longest_cache_hit_per_group(call, max_length)
-            })
+            self.with(py, |manager| manager.find_longest_cache_hit_per_group(call, max_length))
         })?;
         Ok((self.wrap(py, blocks)?, lengths))
     }
@@ -338,14 +305,8 @@ impl KVCacheManager {
         num_encoder_tokens = 0, full_sequence_must_fit = false, reserved_blocks = 0,
         has_scheduled_reqs = true, num_in_flight_tokens = None
     ))]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the signature of vLLM's allocate_slots"
-    )]
-    #[expect(
-        clippy::fn_params_excessive_bools,
-        reason = "the signature of vLLM's allocate_slots"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's allocate_slots")]
+    #[expect(clippy::fn_params_excessive_bools, reason = "the signature of vLLM's allocate_slots")]
     fn allocate_slots(
         &self,
         request: &Bound<'_, PyAny>,
@@ -369,9 +330,8 @@ impl KVCacheManager {
             count("num_external_computed_tokens", num_external_computed_tokens)?;
         let num_encoder_tokens = count("num_encoder_tokens", num_encoder_tokens)?;
         let reserved_blocks = count("reserved_blocks", reserved_blocks)?;
-        let in_flight = num_in_flight_tokens
-            .map(|tokens| count("num_in_flight_tokens", tokens))
-            .transpose()?;
+        let in_flight =
+            num_in_flight_tokens.map(|tokens| count("num_in_flight_tokens", tokens)).transpose()?;
         let request = RequestArgument::new(request, &self.shared)?;
         let (blocks, row) = request.with(|call, row_hint| {
             let mut call = *call;
@@ -411,9 +371,8 @@ impl KVCacheManager {
     #[pyo3(signature = (request, num_written_tokens = None))]
     fn free(&self, request: &Bound<'_, PyAny>, num_written_tokens: Option<i64>) -> PyResult<()> {
         let py = request.py();
-        let written = num_written_tokens
-            .map(|tokens| count("num_written_tokens", tokens))
-            .transpose()?;
+        let written =
+            num_written_tokens.map(|tokens| count("num_written_tokens", tokens)).transpose()?;
         RequestArgument::name(request)?.with(|name, row| {
             self.shared.try_with(py, |core| match written {
                 Some(written) => core.manager().free_written(name, row, written),
@@ -439,9 +398,7 @@ impl KVCacheManager {
     /// Gives popped blocks back, in the order that the semantics say.
     fn free_popped(&self, lease: &Bound<'_, BlockLease>) -> PyResult<()> {
         let py = lease.py();
-        lease
-            .get()
-            .release(|lease| self.with(py, |manager| manager.free_popped(lease)))
+        lease.get().release(|lease| self.with(py, |manager| manager.free_popped(lease)))
     }
 
     /// Releases the blocks that no later token of a request will read.
@@ -454,19 +411,15 @@ impl KVCacheManager {
         num_prompt_tokens: Option<i64>,
     ) -> PyResult<()> {
         let computed = count("total_computed_tokens", total_computed_tokens)?;
-        let prompt = num_prompt_tokens
-            .map(|tokens| count("num_prompt_tokens", tokens))
-            .transpose()?;
-        self.with(py, |manager| {
-            manager.remove_skipped_blocks(request_id, None, computed, prompt)
-        })
+        let prompt =
+            num_prompt_tokens.map(|tokens| count("num_prompt_tokens", tokens)).transpose()?;
+        self.with(py, |manager| manager.remove_skipped_blocks(request_id, None, computed, prompt))
     }
 
     /// Takes all keys from blocks, in the order of the ids; references stay.
     fn evict_blocks(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = evicted_ids(block_ids)?;
-        self.shared
-            .try_with(block_ids.py(), |core| core.pool_mut().evict_blocks(&ids))
+        self.shared.try_with(block_ids.py(), |core| core.pool_mut().evict_blocks(&ids))
     }
 
     /// Offers the blocks that a request's first tokens fill to the prefix cache.
@@ -474,15 +427,13 @@ impl KVCacheManager {
         let py = request.py();
         let computed = count("num_computed_tokens", num_computed_tokens)?;
         RequestArgument::new(request, &self.shared)?.with(|call, row| {
-            self.shared
-                .try_with(py, |core| core.manager().cache_blocks(call, row, computed))
+            self.shared.try_with(py, |core| core.manager().cache_blocks(call, row, computed))
         })
     }
 
     /// Forgets the prefix cache, if no block is held. Whether it did.
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<bool> {
-        self.shared
-            .try_with(py, |core| core.manager().reset_prefix_cache())
+        self.shared.try_with(py, |core| core.manager().reset_prefix_cache())
     }
 
     /// A list a group: how many leading blocks of a request all tracked requests share.
@@ -491,11 +442,7 @@ impl KVCacheManager {
         py: Python<'_>,
         running_request_id: &str,
     ) -> PyResult<Vec<usize>> {
-        self.with(py, |manager| {
-            manager
-                .get_num_common_prefix_blocks(running_request_id)
-                .to_vec()
-        })
+        self.with(py, |manager| manager.get_num_common_prefix_blocks(running_request_id).to_vec())
     }
 
     /// The changes of the prefix cache since the last call, oldest first.
@@ -550,12 +497,7 @@ impl KVCacheManager {
         let pool = self.block_pool.get();
         let groups: Vec<Vec<BlockId>> = blocks
             .try_iter()?
-            .map(|group| {
-                group?
-                    .try_iter()?
-                    .map(|block| pool.block_id(&block?))
-                    .collect()
-            })
+            .map(|group| group?.try_iter()?.map(|block| pool.block_id(&block?)).collect())
             .collect::<PyResult<_>>()?;
         let epoch = self.with(py, |manager| manager.pool().epoch())?;
         let groups = groups.iter().map(Vec::as_slice);

@@ -43,12 +43,7 @@ pub(crate) struct KVCacheMetricsCollector {
 impl KVCacheMetricsCollector {
     /// Metrics for a new pool.
     pub(crate) fn start(&self) -> PyResult<ResidencyMetrics> {
-        if self
-            .attached
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .is_some()
-        {
+        if self.attached.lock().unwrap_or_else(PoisonError::into_inner).is_some() {
             return Err(invalid_argument(
                 "metrics_collector",
                 "it belongs to another manager already",
@@ -62,17 +57,11 @@ impl KVCacheMetricsCollector {
     }
 
     fn attached(&self) -> Option<Arc<Shared>> {
-        self.attached
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.attached.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-#[expect(
-    clippy::cast_precision_loss,
-    reason = "nanoseconds of a process's life are below 2^53"
-)]
+#[expect(clippy::cast_precision_loss, reason = "nanoseconds of a process's life are below 2^53")]
 fn seconds(nanoseconds: u64) -> f64 {
     nanoseconds as f64 / 1e9
 }
@@ -87,11 +76,7 @@ impl KVCacheMetricsCollector {
             use std::hash::{BuildHasher, RandomState};
             RandomState::new().hash_one(0)
         });
-        Ok(Self {
-            sample_rate,
-            seed,
-            attached: Mutex::new(None),
-        })
+        Ok(Self { sample_rate, seed, attached: Mutex::new(None) })
     }
 
     /// The lives that ended since the last call.
@@ -100,10 +85,7 @@ impl KVCacheMetricsCollector {
             return Ok(Vec::new());
         };
         let samples = shared.with(py, |core| {
-            core.pool_mut()
-                .residency_mut()
-                .map(ResidencyMetrics::drain)
-                .unwrap_or_default()
+            core.pool_mut().residency_mut().map(ResidencyMetrics::drain).unwrap_or_default()
         })?;
         let event = |sample: kvyard_core::stats::ResidencySample| KVCacheEvictionEvent {
             lifetime_seconds: seconds(sample.lifetime_ns),

@@ -36,11 +36,7 @@ impl BlockPool {
         if let Some(collector) = &metrics_collector {
             collector.get().attach(&shared);
         }
-        Self {
-            shared,
-            objects: Mutex::default(),
-            metrics_collector,
-        }
+        Self { shared, objects: Mutex::default(), metrics_collector }
     }
 
     /// The object of a block.
@@ -49,13 +45,7 @@ impl BlockPool {
         if let Some(object) = objects.get(&block) {
             return Ok(object.clone_ref(py));
         }
-        let object = Py::new(
-            py,
-            KVCacheBlock {
-                shared: self.shared.clone(),
-                block,
-            },
-        )?;
+        let object = Py::new(py, KVCacheBlock { shared: self.shared.clone(), block })?;
         objects.insert(block, object.clone_ref(py));
         Ok(object)
     }
@@ -65,10 +55,8 @@ impl BlockPool {
         py: Python<'py>,
         ids: &[BlockId],
     ) -> PyResult<Bound<'py, PyList>> {
-        let objects: Vec<_> = ids
-            .iter()
-            .map(|block| self.block(py, *block))
-            .collect::<PyResult<_>>()?;
+        let objects: Vec<_> =
+            ids.iter().map(|block| self.block(py, *block)).collect::<PyResult<_>>()?;
         PyList::new(py, objects)
     }
 
@@ -85,18 +73,12 @@ impl BlockPool {
     }
 
     fn block_ids(&self, objects: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
-        objects
-            .try_iter()?
-            .map(|object| self.block_id(&object?))
-            .collect()
+        objects.try_iter()?.map(|object| self.block_id(&object?)).collect()
     }
 
     fn key(&self, key: &[u8]) -> PyResult<(BlockHash, GroupId)> {
         let Some((hash, group)) = key.split_last_chunk::<4>() else {
-            return Err(invalid_argument(
-                "key",
-                "must be a block hash and a group id of 4 bytes",
-            ));
+            return Err(invalid_argument("key", "must be a block hash and a group id of 4 bytes"));
         };
         let group = group_id(i64::from(u32::from_be_bytes(*group)))?;
         Ok((block_hash("key", hash)?, group))
@@ -105,24 +87,14 @@ impl BlockPool {
 
 fn group_id(group: i64) -> PyResult<GroupId> {
     use kvyard_core::prefix_map::MAX_GROUP;
-    u32::try_from(group)
-        .ok()
-        .filter(|group| *group <= MAX_GROUP)
-        .map(GroupId)
-        .ok_or_else(|| {
-            invalid_argument(
-                "kv_cache_group_id",
-                format!("must be from 0 to {MAX_GROUP}, not {group}"),
-            )
-        })
+    u32::try_from(group).ok().filter(|group| *group <= MAX_GROUP).map(GroupId).ok_or_else(|| {
+        invalid_argument("kv_cache_group_id", format!("must be from 0 to {MAX_GROUP}, not {group}"))
+    })
 }
 
 /// The ids of `evict_blocks`, in the order in which they come.
 pub(crate) fn evicted_ids(block_ids: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
-    block_ids
-        .try_iter()?
-        .map(|block| Ok(BlockId(count("block_ids", block?.extract()?)?)))
-        .collect()
+    block_ids.try_iter()?.map(|block| Ok(BlockId(count("block_ids", block?.extract()?)?))).collect()
 }
 
 #[pymethods]
@@ -147,9 +119,7 @@ impl BlockPool {
             enable_kv_cache_events,
             semantics: semantics.0,
         };
-        let residency = metrics_collector
-            .as_ref()
-            .map(|metrics| metrics.get().start());
+        let residency = metrics_collector.as_ref().map(|metrics| metrics.get().start());
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
         let core = kvyard_core::BlockPool::new(config, residency).or_python()?;
@@ -214,8 +184,7 @@ impl BlockPool {
     /// Blocks that lost their keys since the pool was made, resets not counted.
     #[getter]
     fn num_blocks_removed(&self, py: Python<'_>) -> PyResult<u64> {
-        self.shared
-            .with(py, |core| core.pool().num_blocks_removed())
+        self.shared.with(py, |core| core.pool().num_blocks_removed())
     }
 
     /// For each group the block that caches a hash; None if any group misses.
@@ -226,19 +195,13 @@ impl BlockPool {
         kv_cache_group_ids: Vec<i64>,
     ) -> PyResult<Option<Bound<'py, PyList>>> {
         let hash = crate::convert::block_hash("block_hash", block_hash)?;
-        let groups: Vec<GroupId> = kv_cache_group_ids
-            .into_iter()
-            .map(group_id)
-            .collect::<PyResult<_>>()?;
+        let groups: Vec<GroupId> =
+            kv_cache_group_ids.into_iter().map(group_id).collect::<PyResult<_>>()?;
         let mut found = Vec::new();
-        let complete = self.shared.with(py, |core| {
-            core.pool().get_cached_block(&hash, &groups, &mut found)
-        })?;
-        if complete {
-            self.block_list(py, &found).map(Some)
-        } else {
-            Ok(None)
-        }
+        let complete = self
+            .shared
+            .with(py, |core| core.pool().get_cached_block(&hash, &groups, &mut found))?;
+        if complete { self.block_list(py, &found).map(Some) } else { Ok(None) }
     }
 
     /// Gives the blocks at positions `num_cached_blocks` to `num_full_blocks` of a row their keys.
@@ -246,10 +209,7 @@ impl BlockPool {
         request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id,
         block_mask = None
     ))]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the signature of vLLM's BlockPool"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's BlockPool")]
     fn cache_full_blocks(
         &self,
         request: &Bound<'_, PyAny>,
@@ -266,10 +226,7 @@ impl BlockPool {
             count("num_cached_blocks", num_cached_blocks)?,
             count("num_full_blocks", num_full_blocks)?,
         );
-        let (block_size, group) = (
-            count("block_size", block_size)?,
-            group_id(kv_cache_group_id)?,
-        );
+        let (block_size, group) = (count("block_size", block_size)?, group_id(kv_cache_group_id)?);
         RequestArgument::new(request, &self.shared)?.with(|call, _| {
             self.shared.try_with(py, |core| {
                 core.pool_mut().cache_full_blocks(&CacheFullBlocks {
@@ -279,9 +236,7 @@ impl BlockPool {
                     stop: stop as usize,
                     block_size,
                     group,
-                    mask: block_mask
-                        .as_deref()
-                        .map_or(BlockMask::All, BlockMask::Flags),
+                    mask: block_mask.as_deref().map_or(BlockMask::All, BlockMask::Flags),
                 })
             })
         })
@@ -299,14 +254,10 @@ impl BlockPool {
         let py = request.py();
         let block = self.block_id(block)?;
         let num_tokens = count("num_tokens", num_tokens)?;
-        let (block_size, group) = (
-            count("block_size", block_size)?,
-            group_id(kv_cache_group_id)?,
-        );
+        let (block_size, group) = (count("block_size", block_size)?, group_id(kv_cache_group_id)?);
         let key = RequestArgument::new(request, &self.shared)?.with(|call, _| {
             self.shared.try_with(py, |core| {
-                core.pool_mut()
-                    .cache_partial_block(call, block, num_tokens, group, block_size)
+                core.pool_mut().cache_partial_block(call, block, num_tokens, group, block_size)
             })
         })?;
         Ok(key.map(|key| {
@@ -322,18 +273,14 @@ impl BlockPool {
         num_blocks: i64,
     ) -> PyResult<Bound<'py, PyList>> {
         let wanted = count("num_blocks", num_blocks)? as usize;
-        let lease = self
-            .shared
-            .try_with(py, |core| core.pool_mut().get_new_blocks(wanted))?;
+        let lease = self.shared.try_with(py, |core| core.pool_mut().get_new_blocks(wanted))?;
         self.block_list(py, &lease.dissolve())
     }
 
     /// Takes a reference to each block, so that it cannot be evicted.
     fn touch(&self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = self.block_ids(blocks)?;
-        let lease = self
-            .shared
-            .try_with(blocks.py(), |core| core.pool_mut().touch(&ids))?;
+        let lease = self.shared.try_with(blocks.py(), |core| core.pool_mut().touch(&ids))?;
         lease.dissolve();
         Ok(())
     }
@@ -351,18 +298,12 @@ impl BlockPool {
         };
         let Some((lease, reversed)) = leased else {
             let ids = self.block_ids(ordered_blocks)?;
-            return self
-                .shared
-                .try_with(py, |core| core.pool_mut().free_counted(&ids));
+            return self.shared.try_with(py, |core| core.pool_mut().free_counted(&ids));
         };
         lease.release(|core_lease| {
             self.shared.with(py, |core| {
                 let pool = core.pool_mut();
-                if reversed {
-                    pool.free_reversed(core_lease)
-                } else {
-                    pool.free(core_lease)
-                }
+                if reversed { pool.free_reversed(core_lease) } else { pool.free(core_lease) }
             })
         })
     }
@@ -370,14 +311,12 @@ impl BlockPool {
     /// Takes all keys from blocks, in the order of the ids; references stay.
     fn evict_blocks(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = evicted_ids(block_ids)?;
-        self.shared
-            .try_with(block_ids.py(), |core| core.pool_mut().evict_blocks(&ids))
+        self.shared.try_with(block_ids.py(), |core| core.pool_mut().evict_blocks(&ids))
     }
 
     /// Forgets the prefix cache, if no block is held. Whether it did.
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<bool> {
-        self.shared
-            .try_with(py, |core| core.pool_mut().reset_prefix_cache())
+        self.shared.try_with(py, |core| core.pool_mut().reset_prefix_cache())
     }
 
     /// Free blocks, cached ones included.
@@ -451,10 +390,7 @@ impl PoolBlocks {
         if let Ok(block) = index.extract::<u32>()
             && block < pool.shared.num_blocks
         {
-            return Ok(pool
-                .block(index.py(), BlockId(block))?
-                .into_bound(index.py())
-                .into_any());
+            return Ok(pool.block(index.py(), BlockId(block))?.into_bound(index.py()).into_any());
         }
         let ids: Vec<BlockId> = (0..pool.shared.num_blocks).map(BlockId).collect();
         index_blocks(pool, &ids, index)
@@ -479,9 +415,8 @@ impl FreeBlockQueue {
     /// The free blocks in eviction order, the next one first.
     fn get_all_free_blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let pool = self.pool.get();
-        let ids: Vec<BlockId> = pool
-            .shared
-            .with(py, |core| core.pool().free_blocks_in_order().collect())?;
+        let ids: Vec<BlockId> =
+            pool.shared.with(py, |core| core.pool().free_blocks_in_order().collect())?;
         pool.block_list(py, &ids)
     }
 }
@@ -499,9 +434,7 @@ impl CachedBlocks {
     fn get_one_block(&self, py: Python<'_>, key: &[u8]) -> PyResult<Option<Py<KVCacheBlock>>> {
         let pool = self.pool.get();
         let (hash, group) = pool.key(key)?;
-        let found = pool
-            .shared
-            .with(py, |core| core.pool().prefix_map().get(&hash, group))?;
+        let found = pool.shared.with(py, |core| core.pool().prefix_map().get(&hash, group))?;
         found.map(|block| pool.block(py, block)).transpose()
     }
 
@@ -510,16 +443,11 @@ impl CachedBlocks {
         let pool = self.pool.get();
         let (hash, group) = pool.key(key)?;
         let block = BlockId(count("block_id", block_id)?);
-        pool.shared.with(py, |core| {
-            core.pool().prefix_map().contains(&hash, group, block)
-        })
+        pool.shared.with(py, |core| core.pool().prefix_map().contains(&hash, group, block))
     }
 
     /// How many different keys there are.
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
-        self.pool
-            .get()
-            .shared
-            .with(py, |core| core.pool().prefix_map().num_keys())
+        self.pool.get().shared.with(py, |core| core.pool().prefix_map().num_keys())
     }
 }

@@ -216,13 +216,8 @@ impl Request {
     #[getter]
     fn block_hashes<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
         let core = self.core();
-        let width = core
-            .hasher()
-            .map_or(32, |hasher| hasher.algorithm().width());
-        core.block_hashes()
-            .iter()
-            .map(|hash| PyBytes::new(py, &hash.0[..width]))
-            .collect()
+        let width = core.hasher().map_or(32, |hasher| hasher.algorithm().width());
+        core.block_hashes().iter().map(|hash| PyBytes::new(py, &hash.0[..width])).collect()
     }
 
     #[setter]
@@ -353,24 +348,15 @@ fn skips_prefix_cache(
 /// Names of the states that decide; every other name of vLLM's is a finished one.
 const STATUSES: [(RequestStatus, &str); 6] = [
     (RequestStatus::Waiting, "WAITING"),
-    (
-        RequestStatus::WaitingForStructuredOutputGrammar,
-        "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",
-    ),
+    (RequestStatus::WaitingForStructuredOutputGrammar, "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"),
     (RequestStatus::WaitingForRemoteKvs, "WAITING_FOR_REMOTE_KVS"),
-    (
-        RequestStatus::WaitingForStreamingReq,
-        "WAITING_FOR_STREAMING_REQ",
-    ),
+    (RequestStatus::WaitingForStreamingReq, "WAITING_FOR_STREAMING_REQ"),
     (RequestStatus::Running, "RUNNING"),
     (RequestStatus::Preempted, "PREEMPTED"),
 ];
 
 fn status_name(status: RequestStatus) -> &'static str {
-    STATUSES
-        .iter()
-        .find(|(known, _)| *known == status)
-        .map_or("FINISHED", |(_, name)| name)
+    STATUSES.iter().find(|(known, _)| *known == status).map_or("FINISHED", |(_, name)| name)
 }
 
 fn request_status(status: &Bound<'_, PyAny>) -> PyResult<RequestStatus> {
@@ -385,10 +371,7 @@ fn request_status(status: &Bound<'_, PyAny>) -> PyResult<RequestStatus> {
     if name.starts_with("FINISHED") {
         return Ok(RequestStatus::Finished);
     }
-    Err(invalid_argument(
-        "status",
-        format!("{name:?} is none of vLLM's request states"),
-    ))
+    Err(invalid_argument("status", format!("{name:?} is none of vLLM's request states")))
 }
 
 /// A request as an argument of a call: kvyard's own, or anything with the attributes of vLLM's.
@@ -435,9 +418,7 @@ impl<'a, 'py> RequestArgument<'a, 'py> {
     pub(crate) fn name(request: &'a Bound<'py, PyAny>) -> PyResult<RequestName<'a, 'py>> {
         match request.cast::<Request>() {
             Ok(native) => Ok(RequestName::Native(native)),
-            Err(_) => Ok(RequestName::Foreign(
-                request.getattr("request_id")?.extract()?,
-            )),
+            Err(_) => Ok(RequestName::Foreign(request.getattr("request_id")?.extract()?)),
         }
     }
 
@@ -514,16 +495,7 @@ impl ForeignRequest {
             (Vec::new(), None)
         };
         let request_id = request.getattr("request_id")?.extract()?;
-        Ok((
-            Self {
-                request_id,
-                view,
-                block_hashes,
-                token_ids,
-                keys,
-            },
-            width,
-        ))
+        Ok((Self { request_id, view, block_hashes, token_ids, keys }, width))
     }
 
     fn call(&self) -> RequestCall<'_> {

@@ -183,9 +183,7 @@ fn set_field(core: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<
         T::parse(field, &name)
     }
     fn flag(field: &'static str, value: &Bound<'_, PyAny>) -> PyResult<bool> {
-        value
-            .extract()
-            .map_err(|_| invalid_argument(field, "must be True or False"))
+        value.extract().map_err(|_| invalid_argument(field, "must be True or False"))
     }
     match name {
         "hash_domains" => core.hash_domains = parse("hash_domains", value)?,
@@ -209,10 +207,7 @@ fn set_field(core: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<
             core.computed_ids_under_cp = flag("computed_ids_under_cp", value)?;
         }
         _ => {
-            return Err(invalid_argument(
-                "semantics",
-                format!("has no field {name:?}"),
-            ));
+            return Err(invalid_argument("semantics", format!("has no field {name:?}")));
         }
     }
     Ok(())

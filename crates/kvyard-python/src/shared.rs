@@ -175,10 +175,7 @@ mod tests {
             let broken = shared.run(py, |_| panic!("I4: made up"));
             assert_eq!(broken, Err::<(), _>("I4: made up".to_owned()));
             assert!(
-                shared
-                    .run(py, |core| core.pool().num_blocks())
-                    .unwrap_err()
-                    .contains("unusable")
+                shared.run(py, |core| core.pool().num_blocks()).unwrap_err().contains("unusable")
             );
         });
     }

@@ -7,13 +7,13 @@ import math
 from typing import TYPE_CHECKING
 
 from kvyard.errors import ConfigError
-from kvyard.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from kvyard.specs.other import MambaSpec
 from kvyard.specs.uniform import UniformTypeKVCacheSpecs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvyard.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from kvyard.planning.config import PlanningConfig
 
 

@@ -66,7 +66,7 @@ def latent_groups(
         groups += _window_groups(bucket, of_full.get_page_sizes(), length, group_merge)
     if use_eagle and any(_is_deepseek_v4(spec) for spec in kv_cache_specs.values()):
         # The drafter's layer is the last one; its group alone looks one block further.
-        last = next(reversed(kv_cache_specs))
+        last = list(kv_cache_specs)[-1]
         groups = [dataclasses.replace(g, is_eagle_group=last in g.layer_names) for g in groups]
     return groups
 

@@ -58,8 +58,7 @@ def max_memory_usage_bytes(config: PlanningConfig, groups: _Groups) -> int:
 
 def num_reserved_blocks(groups: _Groups) -> int:
     """Blocks of the pool that no request can have: the null block, and those of shared sinks."""
-    sinks = (getattr(group.kv_cache_spec, "num_reserved_blocks", 0) for group in groups)
-    return 1 + sum(sinks)
+    return 1 + sum(group.kv_cache_spec.num_reserved_blocks for group in groups)
 
 
 def _needed_bytes(config: PlanningConfig, groups: _Groups) -> int:
@@ -104,12 +103,11 @@ def check_enough_kv_cache_memory(
         InsufficientMemoryError: It does not; the message names the longest that does.
     """
     if available_memory <= 0:
-        error = InsufficientMemoryError(
-            f"memory: {available_memory} bytes are left for the cache, which holds nothing; give"
-            " the engine more memory, or a smaller model"
+        raise _insufficient(
+            f"memory: {available_memory} bytes are left for the cache; give the engine more memory"
+            " or a smaller model",
+            available_memory,
         )
-        error.available_bytes = available_memory
-        raise error
     needed = _needed_bytes(config, groups)
     if needed <= available_memory:
         return
@@ -117,17 +115,26 @@ def check_enough_kv_cache_memory(
     remedy = f"set max_model_len to {estimate} or less" if estimate else "not one token fits"
     reserved = ""
     if config.reserves_null_block:
-        size = bytes_per_block(config, groups)
-        reserved = f", {num_reserved_blocks(groups) * size:,} of them for blocks no request gets"
-    error = InsufficientMemoryError(
+        size = num_reserved_blocks(groups) * bytes_per_block(config, groups)
+        reserved = f", {size:,} bytes of it for blocks that no request gets"
+    raise _insufficient(
         f"memory: a request of max_model_len {config.max_model_len} needs {needed:,} bytes"
         f" ({format_gib(needed)}{reserved}), and {available_memory:,} are available"
-        f" ({format_gib(available_memory)}); {remedy}, or make more memory available"
+        f" ({format_gib(available_memory)}); {remedy}, or make more memory available",
+        available_memory,
+        needed,
+        estimate,
     )
+
+
+def _insufficient(
+    message: str, available: int, needed: int = 0, estimate: int = 0
+) -> InsufficientMemoryError:
+    error = InsufficientMemoryError(message)
+    error.available_bytes = available
     error.needed_bytes = needed
-    error.available_bytes = available_memory
     error.estimated_max_model_len = estimate
-    raise error
+    return error
 
 
 def auto_fit_max_model_len(
@@ -148,12 +155,11 @@ def auto_fit_max_model_len(
         if groups:
             lengths.append(estimate_max_model_len(config, groups, memory))
     if min(lengths) == 0:
-        error = InsufficientMemoryError(
-            f"memory: with {min(memory_of_workers):,} bytes max_model_len cannot be fitted, not"
-            " one token fits; make more memory available"
+        raise _insufficient(
+            f"memory: max_model_len cannot be fitted, {min(memory_of_workers):,} bytes do not hold"
+            " one token; make more memory available",
+            min(memory_of_workers),
         )
-        error.available_bytes = min(memory_of_workers)
-        raise error
     return config.with_max_model_len(min(lengths))
 
 

@@ -47,25 +47,23 @@ def unify_kv_cache_spec_page_size(kv_cache_specs: Mapping[str, KVCacheSpec]) -> 
 
 def _enlarge(layer: str, spec: KVCacheSpec, page_size: int) -> KVCacheSpec:
     size = spec.page_size_bytes
-    if size == page_size:
-        return spec
-    is_attention = isinstance(spec, AttentionSpec)
+    new = spec
     try:
         if page_size % size == 0:
             new = spec.copy_with_new_block_size(spec.block_size * (page_size // size))
-        elif is_attention and spec.indexes_kv_by_block_stride:
+        elif isinstance(spec, AttentionSpec) and spec.indexes_kv_by_block_stride:
             new = dataclasses.replace(spec, page_size_padded=page_size)
         else:
             raise _not_divisible(layer, spec, page_size)
         fits = new.page_size_bytes == page_size
     except PlanningError:
         raise
-    except ConfigError:  # the spec carries a padding that the larger block outgrows
+    except ConfigError:  # a padding that the spec carries is too small for the larger block
         fits = False
     if not fits:
         raise PlanningError(
-            f"layer {layer}: its page of {size:,} bytes does not become {page_size:,} by enlarging"
-            f" the block, the page of {type(spec).__name__} does not grow with it; set"
+            f"layer {layer}: its page of {size:,} bytes ({type(spec).__name__}) does not become"
+            f" the largest page of {page_size:,} with more tokens per block; set"
             f" page_size_padded={page_size}"
         )
     return new

@@ -131,7 +131,7 @@ def _plan_workers(
     if config.auto_fit_max_model_len:
         config = auto_fit_max_model_len(config, projected, memory)
     for worker, available in zip(projected, memory, strict=True):
-        if worker:
+        if bytes_per_block(config, worker):
             check_enough_kv_cache_memory(config, worker, available)
     _check_all_assigned(groups, merged)
     return config, _lay_out(config, projected, memory)

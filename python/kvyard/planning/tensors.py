@@ -130,16 +130,13 @@ def get_kv_cache_config_from_groups(
             KVCacheTensor(sizes[layer] * num_blocks, [layer]) for layer in groups[0].layer_names
         ]
     elif is_packed(config, groups):
-        tensors = _packed_tensors(config, groups, num_blocks)
+        tensors = _packed_tensors(groups, num_blocks, bytes_per_block(config, groups))
     else:
         tensors = _shared_tensors(groups, num_blocks)
     return KVCacheConfig(num_blocks, tensors, list(groups))
 
 
-def _packed_tensors(
-    config: PlanningConfig, groups: _Groups, num_blocks: int
-) -> list[KVCacheTensor]:
-    stride = bytes_per_block(config, groups)
+def _packed_tensors(groups: _Groups, num_blocks: int, stride: int) -> list[KVCacheTensor]:
     tensors = []
     offset = 0
     for size, slots in _slots_by_page_size(groups).items():

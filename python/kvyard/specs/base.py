@@ -203,6 +203,11 @@ class KVCacheSpec:
         """Bytes per block."""
         raise NotImplementedError(f"{type(self).__name__} does not say how large a block is")
 
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks of the pool that no request gets because of this cache."""
+        return 0
+
     def max_blocks_per_request(self, config: PlanningConfig) -> int:
         """Blocks that one request of `config.max_model_len` tokens needs at most.
 

@@ -32,6 +32,12 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         """Bytes per block: the pages of all layers."""
         return sum(spec.page_size_bytes for spec in self.kv_cache_specs.values())
 
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks of the pool that no request gets because of these caches."""
+        specs = self.kv_cache_specs.values()
+        return max((spec.num_reserved_blocks for spec in specs), default=0)
+
     def max_blocks_per_request(self, config: PlanningConfig) -> int:
         """Blocks that one request needs at most.
 

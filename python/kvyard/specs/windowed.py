@@ -63,10 +63,11 @@ class SlidingWindowSpec(AttentionSpec):
 
         INT4 takes the full width here, as in vLLM, whose full attention packs two to a byte.
         """
-        widths = (self.head_size, self.head_size_v or self.head_size)
-        if self.kv_quant_mode is KVQuantMode.NVFP4:
-            widths = tuple(map(self.kv_quant_mode.stored_width, widths))
-        return self.block_size * self.num_kv_heads * sum(widths) * get_dtype_size(self.dtype)
+        is_nvfp4 = self.kv_quant_mode is KVQuantMode.NVFP4
+        mode = self.kv_quant_mode if is_nvfp4 else KVQuantMode.NONE
+        width = mode.stored_width(self.head_size)
+        width += mode.stored_width(self.head_size_v or self.head_size)
+        return self.block_size * self.num_kv_heads * width * get_dtype_size(self.dtype)
 
     def max_admission_blocks_per_request(
         self, max_num_batched_tokens: int, max_model_len: int

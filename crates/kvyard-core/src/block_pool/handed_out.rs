@@ -36,11 +36,7 @@ impl BlockPool {
                 return Err(KVCacheError::StaleBlock {
                     block: *block,
                     request: String::from("(touch)"),
-                    what: if self.was_ever_allocated(*block) {
-                        "evicted"
-                    } else {
-                        "never cached"
-                    },
+                    what: if self.was_ever_allocated(*block) { "evicted" } else { "never cached" },
                 });
             }
         }
@@ -158,10 +154,7 @@ impl BlockPool {
             };
         }
         if handed_out == 0 && !self.was_ever_allocated(block) {
-            return KVCacheError::NotOwned {
-                block,
-                reason: "it was never allocated".into(),
-            };
+            return KVCacheError::NotOwned { block, reason: "it was never allocated".into() };
         }
         let times = blocks.iter().filter(|other| **other == block).count();
         KVCacheError::DoubleFree {
@@ -179,12 +172,7 @@ impl BlockPool {
     fn lease(&self, ids: Vec<BlockId>) -> BlockLease {
         let end = length(ids.len());
         let ends = GroupEnds::from_slice(&[end]);
-        BlockLease {
-            ids,
-            ends,
-            pool: self.id,
-            epoch: self.epoch,
-        }
+        BlockLease { ids, ends, pool: self.id, epoch: self.epoch }
     }
 
     /// A row's references become handed-out ones.
@@ -193,11 +181,6 @@ impl BlockPool {
             self.row_references[block.index()] -= 1;
             self.handed_out[block.index()] += 1;
         }
-        BlockLease {
-            ids,
-            ends,
-            pool: self.id,
-            epoch: self.epoch,
-        }
+        BlockLease { ids, ends, pool: self.id, epoch: self.epoch }
     }
 }

@@ -102,8 +102,7 @@ impl CborEncoder<'_> {
     /// The members of an array of ints.
     fn integers_alone<T: Copy + Into<i64>>(&mut self, values: &[T]) {
         let mut at = self.out.len();
-        self.out
-            .resize(at + values.len() * INTEGER_BYTES_MAX + STORE_BYTES, 0);
+        self.out.resize(at + values.len() * INTEGER_BYTES_MAX + STORE_BYTES, 0);
         for &value in values {
             at = write_integer(self.out, at, value.into());
         }

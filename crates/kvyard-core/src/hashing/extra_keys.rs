@@ -26,10 +26,7 @@ pub struct Text {
 impl Text {
     /// A text of the given identity.
     pub fn new(text: impl Into<Arc<str>>, identity: u32) -> Self {
-        Self {
-            text: text.into(),
-            identity,
-        }
+        Self { text: text.into(), identity }
     }
 }
 
@@ -109,11 +106,7 @@ impl PromptEmbeds {
                 ),
             ));
         }
-        Ok(Self {
-            bytes,
-            bytes_per_token,
-            mask,
-        })
+        Ok(Self { bytes, bytes_per_token, mask })
     }
 
     /// How many positions the tensor has.
@@ -291,10 +284,7 @@ impl ExtraKeySource {
         cache_salt: Option<Text>,
         prompt_embeds: Option<PromptEmbeds>,
     ) -> Result<Self> {
-        if let Some(pair) = media
-            .windows(2)
-            .find(|pair| pair[0].offset > pair[1].offset)
-        {
+        if let Some(pair) = media.windows(2).find(|pair| pair[0].offset > pair[1].offset) {
             return Err(KVCacheError::argument(
                 "media",
                 format!(
@@ -311,13 +301,7 @@ impl ExtraKeySource {
             })
             .collect();
         let cache_salt = cache_salt.filter(|salt| !salt.text.is_empty());
-        Ok(Self {
-            lora,
-            media,
-            media_ends,
-            cache_salt,
-            prompt_embeds,
-        })
+        Ok(Self { lora, media, media_ends, cache_salt, prompt_embeds })
     }
 
     /// The adapter.
@@ -350,19 +334,10 @@ impl ExtraKeySource {
 
     /// Numbers further texts of the same request.
     pub fn texts(&self) -> Texts {
-        let lora = self
-            .lora
-            .iter()
-            .flat_map(|lora| std::iter::once(&lora.name).chain(&lora.path));
+        let lora = self.lora.iter().flat_map(|lora| std::iter::once(&lora.name).chain(&lora.path));
         let media = self.media.iter().map(|item| &item.identifier);
-        let largest = lora
-            .chain(media)
-            .chain(&self.cache_salt)
-            .map(|text| text.identity)
-            .max();
-        Texts {
-            next_identity: largest.map_or(0, |identity| identity + 1),
-        }
+        let largest = lora.chain(media).chain(&self.cache_salt).map(|text| text.identity).max();
+        Texts { next_identity: largest.map_or(0, |identity| identity + 1) }
     }
 
     /// The same with these media items in place of its own.
@@ -370,19 +345,13 @@ impl ExtraKeySource {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_media(&self, media: Vec<MediaItem>) -> Result<Self> {
-        Self::new(
-            self.lora.clone(),
-            media,
-            self.cache_salt.clone(),
-            self.prompt_embeds.clone(),
-        )
+        Self::new(self.lora.clone(), media, self.cache_salt.clone(), self.prompt_embeds.clone())
     }
 
     /// The first media item that ends after `position`: the cursor from which the keys of a block
     /// that starts there are complete. As many as there are items if none does.
     pub fn first_media_ending_after(&self, position: usize) -> usize {
-        self.media_ends
-            .partition_point(|&end| end <= position as u64)
+        self.media_ends.partition_point(|&end| end <= position as u64)
     }
 
     /// Appends the extra keys of the block at these token positions.
@@ -400,10 +369,7 @@ impl ExtraKeySource {
         keys: &mut Vec<ExtraKey>,
     ) -> isize {
         if let Some(Lora { name, path, .. }) = &self.lora {
-            keys.push(ExtraKey::Lora {
-                name: name.clone(),
-                path: path.clone(),
-            });
+            keys.push(ExtraKey::Lora { name: name.clone(), path: path.clone() });
         }
         let cursor = self.append_media_keys(&block, cursor, keys);
         if block.start == 0 {

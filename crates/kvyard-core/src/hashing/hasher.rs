@@ -37,18 +37,10 @@ impl BlockHasher {
         semantics: Semantics,
     ) -> Result<Self> {
         if hash_block_size == 0 {
-            return Err(KVCacheError::config(
-                "hash_block_size",
-                "must be at least 1",
-            ));
+            return Err(KVCacheError::config("hash_block_size", "must be at least 1"));
         }
         let hash_block_size = hash_block_size as usize;
-        Ok(Self {
-            algorithm,
-            none_hash,
-            hash_block_size,
-            semantics,
-        })
+        Ok(Self { algorithm, none_hash, hash_block_size, semantics })
     }
 
     /// How hashes are computed.
@@ -103,11 +95,7 @@ impl BlockHasher {
         let rest = &tokens[hashes.len() * size..];
         if size == USUAL_SIZE {
             // A constant length is worth a tenth of the time.
-            let blocks = rest
-                .as_chunks::<USUAL_SIZE>()
-                .0
-                .iter()
-                .map(|block| &block[..]);
+            let blocks = rest.as_chunks::<USUAL_SIZE>().0.iter().map(|block| &block[..]);
             self.extend_plain::<S, D>(blocks, hashes, &mut [0; plain_capacity(USUAL_SIZE)]);
         } else if size <= STACK_SIZE_MAX {
             let blocks = rest.chunks_exact(size);

@@ -57,28 +57,20 @@ pub enum HashAlgorithm {
 
 impl HashAlgorithm {
     /// All algorithms, in the order of their declaration.
-    pub const ALL: [Self; 4] = [
-        Self::Sha256,
-        Self::Sha256Cbor,
-        Self::XxHash,
-        Self::XxHashCbor,
-    ];
+    pub const ALL: [Self; 4] = [Self::Sha256, Self::Sha256Cbor, Self::XxHash, Self::XxHashCbor];
 
     /// The algorithm of this name.
     ///
     /// # Errors
     /// `Config` if there is none; the message lists the four names.
     pub fn from_name(name: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|algorithm| algorithm.name() == name)
-            .ok_or_else(|| {
-                let known = Self::ALL.map(Self::name).join(", ");
-                KVCacheError::config(
-                    "hash_algorithm",
-                    format!("{name:?} is unknown, must be one of {known}"),
-                )
-            })
+        Self::ALL.into_iter().find(|algorithm| algorithm.name() == name).ok_or_else(|| {
+            let known = Self::ALL.map(Self::name).join(", ");
+            KVCacheError::config(
+                "hash_algorithm",
+                format!("{name:?} is unknown, must be one of {known}"),
+            )
+        })
     }
 
     /// The name in vLLM's configuration.
@@ -196,11 +188,7 @@ pub fn hash_block_tokens<T: Copy + Into<i64>>(
 /// digests have 16, and vLLM serialises all of them; what follows the first 16 tells them apart.
 #[inline]
 fn parent_len(width: usize, parent: &BlockHash) -> usize {
-    if parent.0[width..].iter().all(|&byte| byte == 0) {
-        width
-    } else {
-        parent.0.len()
-    }
+    if parent.0[width..].iter().all(|&byte| byte == 0) { width } else { parent.0.len() }
 }
 
 /// A Python object, as far as pickle asks whether two texts are the same one.

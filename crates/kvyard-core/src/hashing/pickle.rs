@@ -108,12 +108,7 @@ impl Serialisation for Pickle {
 
     fn encoder(out: &mut Vec<u8>) -> PickleEncoder<'_> {
         out.extend_from_slice(&PROTOCOL);
-        PickleEncoder {
-            out,
-            frame: None,
-            num_memoised: 0,
-            objects: SmallVec::new(),
-        }
+        PickleEncoder { out, frame: None, num_memoised: 0, objects: SmallVec::new() }
     }
 
     #[inline(always)]
@@ -191,8 +186,7 @@ impl PickleEncoder<'_> {
 
     /// Bytes in the open frame.
     fn payload(&self) -> usize {
-        self.frame
-            .map_or(0, |start| self.out.len() - start - FRAME_HEADER_BYTES)
+        self.frame.map_or(0, |start| self.out.len() - start - FRAME_HEADER_BYTES)
     }
 
     /// Called before each object: the only place where a full frame is closed.
@@ -224,8 +218,7 @@ impl PickleEncoder<'_> {
             self.out.extend_from_slice(&len.to_le_bytes());
         } else {
             self.out.push(very_long);
-            self.out
-                .extend_from_slice(&(data.len() as u64).to_le_bytes());
+            self.out.extend_from_slice(&(data.len() as u64).to_le_bytes());
         }
         self.out.extend_from_slice(data);
     }
@@ -275,8 +268,7 @@ impl Encoder for PickleEncoder<'_> {
             // No frame ends within these.
             self.open_frame();
             let mut at = self.out.len();
-            self.out
-                .resize(at + values.len() * INTEGER_BYTES_MAX + STORE_BYTES, 0);
+            self.out.resize(at + values.len() * INTEGER_BYTES_MAX + STORE_BYTES, 0);
             for &value in values {
                 at = write_integer(self.out, at, value.into());
             }

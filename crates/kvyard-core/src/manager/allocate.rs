@@ -66,8 +66,7 @@ impl<'a> AllocateSlots<'a> {
     }
 
     fn hits(&self, group: usize) -> &'a [BlockId] {
-        self.new_computed_blocks
-            .map_or(&[], |blocks| blocks.blocks(group))
+        self.new_computed_blocks.map_or(&[], |blocks| blocks.blocks(group))
     }
 }
 
@@ -148,9 +147,7 @@ impl KVCacheManager {
         let tracked = self.is_running(row);
         let attaches_hits = !tracked
             && (call.num_external_computed_tokens > 0
-                || call
-                    .new_computed_blocks
-                    .is_some_and(|blocks| !blocks.is_empty()));
+                || call.new_computed_blocks.is_some_and(|blocks| !blocks.is_empty()));
         self.check_call(call, row, tracked, attaches_hits)?;
         let mut plan = AllocatePlan {
             call: *call,
@@ -159,15 +156,9 @@ impl KVCacheManager {
             attaches_hits,
             groups: SmallVec::new(),
         };
-        let waiting = matches!(
-            request.view.status,
-            RequestStatus::Waiting | RequestStatus::Preempted
-        );
-        let watermark = if call.has_scheduled_reqs && waiting {
-            self.watermark_blocks
-        } else {
-            0
-        };
+        let waiting =
+            matches!(request.view.status, RequestStatus::Waiting | RequestStatus::Preempted);
+        let watermark = if call.has_scheduled_reqs && waiting { self.watermark_blocks } else { 0 };
         let alone = self.semantics_lookahead_alone(call, row);
         let mut tokens = self.tokens(call, call.num_lookahead_tokens);
         let whole = self.whole_sequence(call, &tokens, attaches_hits);
@@ -179,8 +170,7 @@ impl KVCacheManager {
             && self.num_blocks_to_allocate(call, row, &whole) + i64::from(watermark)
                 > self.num_free_blocks()
         {
-            plan.groups
-                .resize_with(self.managers.len(), GroupPlan::default);
+            plan.groups.resize_with(self.managers.len(), GroupPlan::default);
             return Ok(plan);
         }
         let freed = self.plan_release(call, row, &tokens, &mut plan.groups);
@@ -223,9 +213,7 @@ impl KVCacheManager {
             appended += row_blocks;
             taken += new_blocks;
             new_keys += group.cached.len();
-            events += self
-                .pool
-                .events_of_stores(group.cached.len(), manager.block_size());
+            events += self.pool.events_of_stores(group.cached.len(), manager.block_size());
         }
         events += self.pool.events_of_evictions(taken);
         self.tables.reserve_edits(appended)?;
@@ -234,13 +222,7 @@ impl KVCacheManager {
 
     /// Carries the plan out.
     pub fn apply_allocate_slots(&mut self, plan: AllocatePlan<'_>) -> Option<KVCacheBlocks> {
-        let AllocatePlan {
-            call,
-            row,
-            admitted,
-            attaches_hits,
-            groups,
-        } = plan;
+        let AllocatePlan { call, row, admitted, attaches_hits, groups } = plan;
         if let Some(row) = row {
             for (index, group) in groups.iter().enumerate() {
                 self.release_ranges(row, GroupId::from_index(index), group.released.clone());
@@ -277,9 +259,7 @@ impl KVCacheManager {
     /// its first block filled.
     fn is_running(&self, row: Option<RequestRow>) -> bool {
         row.is_some_and(|row| {
-            self.managers
-                .iter()
-                .any(|manager| manager.num_cached_block(row).is_some())
+            self.managers.iter().any(|manager| manager.num_cached_block(row).is_some())
         })
     }
 
@@ -289,13 +269,7 @@ impl KVCacheManager {
         let total = (local + external).min(self.config.max_model_len);
         let main = total + call.num_new_tokens;
         let slots = (main + num_lookahead_tokens).min(self.config.max_model_len);
-        Tokens {
-            total,
-            main,
-            slots,
-            local,
-            external,
-        }
+        Tokens { total, main, slots, local, external }
     }
 
     /// Whether look-ahead may be given up for this call, because no other block is held: refusing it
@@ -388,10 +362,7 @@ impl KVCacheManager {
                 .flat_map(|span| &state.row[span.start.min(span.end) as usize..span.end as usize]);
             let unused = unused.filter(|block| self.pool.ref_cnt(**block) == 1);
             freed += unused.count() as u64;
-            groups.push(GroupPlan {
-                released,
-                ..GroupPlan::default()
-            });
+            groups.push(GroupPlan { released, ..GroupPlan::default() });
         }
         freed
     }
@@ -444,8 +415,7 @@ impl KVCacheManager {
             return Ok(0..0);
         }
         let spanned = span(call.request, state.row, manager, start..stop);
-        self.pool
-            .plan_cache_full_blocks(&spanned, state.row.len())?;
+        self.pool.plan_cache_full_blocks(&spanned, state.row.len())?;
         Ok(start..stop)
     }
 
@@ -459,8 +429,7 @@ impl KVCacheManager {
             && self.config.semantics.stats_on == StatsOn::Admission
             && !view.skip_reading_prefix_cache
         {
-            self.prefix_cache_stats
-                .record(view, call.num_new_computed_tokens);
+            self.prefix_cache_stats.record(view, call.num_new_computed_tokens);
         }
     }
 
@@ -504,9 +473,7 @@ impl KVCacheManager {
                     blocks.extend_from_within(new.moved.start as usize..new.moved.end as usize);
                 });
                 // The moved blocks keep their references: only their old places are given up.
-                self.tables
-                    .null_range(row, group, new.moved.clone())
-                    .for_each(drop);
+                self.tables.null_range(row, group, new.moved.clone()).for_each(drop);
             }
             self.tables.append_with(row, group, |blocks| {
                 let start = blocks.len();

@@ -30,10 +30,7 @@ impl KVCacheManager {
             call.num_lookahead_tokens,
         ];
         if axis.iter().map(|tokens| u64::from(*tokens)).sum::<u64>() > u64::from(u32::MAX / 2) {
-            return Err(KVCacheError::argument(
-                "num_new_tokens",
-                "the token counts are too large",
-            ));
+            return Err(KVCacheError::argument("num_new_tokens", "the token counts are too large"));
         }
         let computed: u32 = axis[..3].iter().sum();
         if call.num_external_computed_tokens > 0 && computed > self.config.max_model_len {
@@ -47,14 +44,10 @@ impl KVCacheManager {
         }
         self.check_hits(call, tracked)?;
         let has_blocks = row.is_some_and(|row| {
-            self.managers
-                .iter()
-                .any(|manager| !self.tables.row(row, manager.group()).is_empty())
+            self.managers.iter().any(|manager| !self.tables.row(row, manager.group()).is_empty())
         });
         if attaches_hits && has_blocks {
-            return Err(KVCacheError::AlreadyTracked {
-                request: call.request.request_id.into(),
-            });
+            return Err(KVCacheError::AlreadyTracked { request: call.request.request_id.into() });
         }
         Ok(())
     }
@@ -68,9 +61,7 @@ impl KVCacheManager {
             };
         };
         if tracked {
-            return Err(KVCacheError::AlreadyTracked {
-                request: call.request.request_id.into(),
-            });
+            return Err(KVCacheError::AlreadyTracked { request: call.request.request_id.into() });
         }
         if !self.config.enable_caching {
             return mismatch("caching is off, there are no hits".into());
@@ -123,20 +114,12 @@ impl KVCacheManager {
                 _ => "re-allocated",
             };
             let request = call.request.request_id.into();
-            return Err(KVCacheError::StaleBlock {
-                block,
-                request,
-                what,
-            });
+            return Err(KVCacheError::StaleBlock { block, request, what });
         }
         match key {
             Some(key) if key.group != manager.group() => Err(KVCacheError::argument(
                 "new_computed_blocks",
-                format!(
-                    "block {block} caches group {}, not group {}",
-                    key.group,
-                    manager.group()
-                ),
+                format!("block {block} caches group {}, not group {}", key.group, manager.group()),
             )),
             _ => Ok(()),
         }

@@ -190,8 +190,7 @@ impl KVCacheManager {
 
     /// The longest hit of at most `max_length` tokens, without a trace in statistics.
     pub fn find_longest_cache_hit(&self, request: &RequestCall<'_>, max_length: u32) -> CacheHit {
-        self.coordinator
-            .find_longest_cache_hit(&self.prefix_lookup(request, max_length))
+        self.coordinator.find_longest_cache_hit(&self.prefix_lookup(request, max_length))
     }
 
     /// Each group's own longest hit of at most `max_length` tokens, and its length in tokens; the
@@ -201,8 +200,7 @@ impl KVCacheManager {
         request: &RequestCall<'_>,
         max_length: u32,
     ) -> (KVCacheBlocks, Vec<u32>) {
-        self.coordinator
-            .find_longest_cache_hit_per_group(&self.prefix_lookup(request, max_length))
+        self.coordinator.find_longest_cache_hit_per_group(&self.prefix_lookup(request, max_length))
     }
 
     /// By how much the deepest group's hit exceeded the agreed one at the last lookup, in tokens.
@@ -215,12 +213,7 @@ impl KVCacheManager {
         request: &'a RequestCall<'a>,
         max_length: u32,
     ) -> PrefixLookup<'a> {
-        PrefixLookup {
-            pool: &self.pool,
-            managers: &self.managers,
-            request,
-            max_length,
-        }
+        PrefixLookup { pool: &self.pool, managers: &self.managers, request, max_length }
     }
 
     /// A scheduling step begins: what the last one wrote can be built on.
@@ -306,14 +299,12 @@ impl KVCacheManager {
         }
         match self.config.semantics.deferred_free_order {
             DeferredFreeOrder::AcrossGroups => {
-                self.pool
-                    .release_handed_out(lease.ids.iter().rev().copied());
+                self.pool.release_handed_out(lease.ids.iter().rev().copied());
             }
             DeferredFreeOrder::GroupByGroup => {
                 let mut start = 0;
                 for end in lease.ends.iter().map(|end| *end as usize) {
-                    self.pool
-                        .release_handed_out(lease.ids[start..end].iter().rev().copied());
+                    self.pool.release_handed_out(lease.ids[start..end].iter().rev().copied());
                     start = end;
                 }
             }
@@ -353,8 +344,7 @@ impl KVCacheManager {
     fn release_ranges(&mut self, row: RequestRow, group: GroupId, spans: [Range<u32>; 2]) {
         for span in spans {
             if !span.is_empty() {
-                self.pool
-                    .release_from_row(self.tables.null_range(row, group, span));
+                self.pool.release_from_row(self.tables.null_range(row, group, span));
             }
         }
     }
@@ -389,16 +379,12 @@ impl KVCacheManager {
             return Ok(());
         }
         let Some(row) = self.requests.find(request.request_id, hint) else {
-            return Err(KVCacheError::UnknownRequest {
-                request: request.request_id.into(),
-            });
+            return Err(KVCacheError::UnknownRequest { request: request.request_id.into() });
         };
         let mut spans: SmallVec<[(u32, u32); 4]> = SmallVec::new();
         for manager in &self.managers {
             let blocks = self.tables.row(row, manager.group());
-            let cacheable = self
-                .coordinator
-                .num_cacheable_tokens(manager, num_computed_tokens);
+            let cacheable = self.coordinator.num_cacheable_tokens(manager, num_computed_tokens);
             let stop = cacheable / manager.block_size();
             if stop as usize > blocks.len() {
                 return Err(KVCacheError::argument(
@@ -447,10 +433,7 @@ impl KVCacheManager {
         let Some(row) = self.requests.find(request_id, hint) else {
             return self.empty_kv_cache_blocks();
         };
-        let groups = self
-            .managers
-            .iter()
-            .map(|manager| self.tables.row(row, manager.group()));
+        let groups = self.managers.iter().map(|manager| self.tables.row(row, manager.group()));
         KVCacheBlocks::from_groups(groups, self.pool.id(), self.pool.epoch())
     }
 
@@ -509,9 +492,7 @@ impl KVCacheManager {
 
     /// Statistics since the last call; none unless they are kept.
     pub fn make_prefix_cache_stats(&mut self) -> Option<PrefixCacheStats> {
-        self.config
-            .log_stats
-            .then(|| std::mem::take(&mut self.prefix_cache_stats))
+        self.config.log_stats.then(|| std::mem::take(&mut self.prefix_cache_stats))
     }
 
     /// Statistics so far.
@@ -545,11 +526,7 @@ impl KVCacheManager {
         row: Option<RequestRow>,
     ) -> GroupState<'_> {
         match row {
-            None => GroupState {
-                number: None,
-                row: &[],
-                num_cached: None,
-            },
+            None => GroupState { number: None, row: &[], num_cached: None },
             Some(row) => GroupState {
                 number: Some(row),
                 row: self.tables.row(row, manager.group()),

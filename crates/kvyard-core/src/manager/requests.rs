@@ -25,8 +25,7 @@ impl TrackedRequests {
     /// The row of a request. `hint` is where the caller saw it last; it may be wrong.
     #[inline]
     pub(crate) fn find(&self, name: &str, hint: Option<RequestRow>) -> Option<RequestRow> {
-        hint.filter(|row| self.name(*row) == Some(name))
-            .or_else(|| self.rows.get(name).copied())
+        hint.filter(|row| self.name(*row) == Some(name)).or_else(|| self.rows.get(name).copied())
     }
 
     pub(crate) fn name(&self, row: RequestRow) -> Option<&str> {
@@ -43,8 +42,7 @@ impl TrackedRequests {
 
     pub(crate) fn reserve(&mut self) -> Result<()> {
         self.names.try_reserve(1)?;
-        self.vacant
-            .try_reserve(self.names.len() + 1 - self.vacant.len())?;
+        self.vacant.try_reserve(self.names.len() + 1 - self.vacant.len())?;
         self.rows
             .try_reserve(1)
             .map_err(|_| crate::error::KVCacheError::OutOfMemory("request names".into()))

@@ -21,10 +21,7 @@ impl KVCacheManager {
             for manager in &self.managers {
                 let blocks = self.tables.row(row, manager.group());
                 let cached = manager.num_cached_block(row).unwrap_or(0) as usize;
-                assert!(
-                    cached <= blocks.len(),
-                    "I10: request {name:?}: {cached} offered"
-                );
+                assert!(cached <= blocks.len(), "I10: request {name:?}: {cached} offered");
                 for (position, block) in blocks.iter().enumerate() {
                     if block.is_null() {
                         continue;
@@ -44,10 +41,7 @@ impl KVCacheManager {
                 sorted.retain(|block| !block.is_null());
                 sorted.sort_unstable();
                 let twice = sorted.windows(2).find(|pair| pair[0] == pair[1]);
-                assert!(
-                    twice.is_none(),
-                    "I19: a block twice in the row of {name:?}: {twice:?}"
-                );
+                assert!(twice.is_none(), "I19: a block twice in the row of {name:?}: {twice:?}");
             }
         }
         for (block, expected) in occurrences.iter().enumerate() {
@@ -65,10 +59,7 @@ impl KVCacheManager {
             digest.number(u64::from(row.0));
             digest.bytes(name.as_bytes());
             for manager in &self.managers {
-                manager
-                    .state_numbers(row)
-                    .into_iter()
-                    .for_each(|number| digest.number(number));
+                manager.state_numbers(row).into_iter().for_each(|number| digest.number(number));
                 digest.blocks(self.tables.row(row, manager.group()));
             }
         }
@@ -133,19 +124,13 @@ impl StateDigest {
         for block in (0..pool.num_blocks()).map(BlockId) {
             self.number(u64::from(pool.row_references[block.index()]));
             self.number(u64::from(pool.handed_out[block.index()]));
-            let keys = pool
-                .prefix
-                .primary(block)
-                .into_iter()
-                .chain(pool.prefix.aliases(block));
+            let keys = pool.prefix.primary(block).into_iter().chain(pool.prefix.aliases(block));
             for key in keys {
                 self.bytes(&key.hash.0);
                 self.number(u64::from(key.group.0));
                 self.number(u64::from(key.covered_tokens));
                 self.number(
-                    pool.prefix
-                        .get(&key.hash, key.group)
-                        .map_or(0, |first| first.0.into()),
+                    pool.prefix.get(&key.hash, key.group).map_or(0, |first| first.0.into()),
                 );
             }
         }

@@ -90,18 +90,12 @@ impl Audit {
         for (index, group) in manager.single_type_managers().iter().enumerate() {
             let blocks = row.blocks(index);
             let size = group.block_size();
-            let hits = call
-                .new_computed_blocks
-                .map_or(0, |hit| hit.blocks(index).len());
+            let hits = call.new_computed_blocks.map_or(0, |hit| hit.blocks(index).len());
             let most = wanted.max(computed).div_ceil(size) as usize;
             assert!(blocks.len() >= needed.div_ceil(size) as usize, "{blocks:?}");
-            assert!(
-                blocks.len() <= most.max(blocks_before).max(hits),
-                "{blocks:?}"
-            );
+            assert!(blocks.len() <= most.max(blocks_before).max(hits), "{blocks:?}");
             if records_new_blocks(group.kind()) && manager.config().track_new_blocks {
-                self.new_block_ids
-                    .extend_from_slice(&blocks[blocks_before.max(hits)..]);
+                self.new_block_ids.extend_from_slice(&blocks[blocks_before.max(hits)..]);
             }
         }
     }
@@ -114,10 +108,7 @@ impl Audit {
 
     pub(super) fn check(&mut self, manager: &mut KVCacheManager, actors: &[Actor]) {
         let pool = manager.pool();
-        assert_eq!(
-            pool.handed_out, self.outstanding,
-            "I4: references handed out"
-        );
+        assert_eq!(pool.handed_out, self.outstanding, "I4: references handed out");
         let blocks = (1..pool.num_blocks()).map(BlockId);
         let used = blocks.filter(|block| pool.ref_cnt(*block) > 0).count();
         assert_eq!(
@@ -135,19 +126,12 @@ impl Audit {
         for event in pool.events().iter().skip(self.seen_events) {
             self.seen_events += 1;
             match event {
-                KVCacheEvent::BlockStored {
-                    block_hashes,
-                    group,
-                    ..
-                } => {
+                KVCacheEvent::BlockStored { block_hashes, group, .. } => {
                     for hash in block_hashes {
                         *self.announced.entry((*hash, group)).or_default() += 1;
                     }
                 }
-                KVCacheEvent::BlockRemoved {
-                    block_hashes,
-                    group,
-                } => {
+                KVCacheEvent::BlockRemoved { block_hashes, group } => {
                     for hash in block_hashes {
                         self.withdraw(pool.config().semantics.removal_event, (*hash, group));
                     }
@@ -189,8 +173,7 @@ impl Audit {
 
     /// I18: a request keeps its row, and a new one gets the lowest that is free.
     fn check_row_numbers(&mut self, manager: &KVCacheManager, actors: &[Actor]) {
-        self.rows
-            .retain(|name, row| manager.request_name(*row) == Some(name));
+        self.rows.retain(|name, row| manager.request_name(*row) == Some(name));
         for actor in actors {
             let name = &**actor.request.request_id();
             let Some(row) = manager.request_row(name) else {
@@ -200,10 +183,7 @@ impl Audit {
                 // One operation makes one request tracked, so the others are as they were.
                 let is_taken = |row: &u32| self.rows.values().any(|other| other.0 == *row);
                 let skipped = (0..row.0).find(|row| !is_taken(row));
-                assert_eq!(
-                    skipped, None,
-                    "I18: a lower row than {row} is free for {name:?}"
-                );
+                assert_eq!(skipped, None, "I18: a lower row than {row} is free for {name:?}");
                 self.rows.insert(name.into(), row);
             }
             assert_eq!(self.rows[name], row, "I18: the row of {name:?} changed");
@@ -214,31 +194,16 @@ impl Audit {
     fn replay_row_edits(&mut self, manager: &mut KVCacheManager, actors: &[Actor]) {
         for edit in manager.row_edits_mut().iter() {
             match edit {
-                RowEdit::Append {
-                    row,
-                    group,
-                    start,
-                    blocks,
-                } => {
+                RowEdit::Append { row, group, start, blocks } => {
                     let mirrored = self.mirror.entry((row, group)).or_default();
                     assert_eq!(mirrored.len(), start as usize, "an append is at the end");
                     mirrored.extend_from_slice(blocks);
                 }
-                RowEdit::Null {
-                    row,
-                    group,
-                    start,
-                    stop,
-                } => {
+                RowEdit::Null { row, group, start, stop } => {
                     let mirrored = self.mirror.entry((row, group)).or_default();
                     mirrored[start as usize..stop as usize].fill(crate::id::NULL_BLOCK);
                 }
-                RowEdit::Replace {
-                    row,
-                    group,
-                    position,
-                    block,
-                } => {
+                RowEdit::Replace { row, group, position, block } => {
                     let mirrored = self.mirror.entry((row, group)).or_default();
                     mirrored[position as usize] = block;
                 }

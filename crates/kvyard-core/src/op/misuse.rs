@@ -100,11 +100,8 @@ impl World {
     fn name_no_block(&mut self) -> Outcome {
         let pool = self.manager.pool_mut();
         let beyond = [BlockId(pool.num_blocks())];
-        let results = [
-            pool.evict_blocks(&beyond),
-            pool.free_counted(&beyond),
-            pool.touch(&beyond).map(drop),
-        ];
+        let results =
+            [pool.evict_blocks(&beyond), pool.free_counted(&beyond), pool.touch(&beyond).map(drop)];
         let refused = |result: &Result<(), KVCacheError>| result.is_err();
         assert!(results.iter().all(refused), "{results:?}");
         let [first, ..] = results;
@@ -123,11 +120,7 @@ impl World {
             start: 0,
             stop: 1,
             block_size,
-            group: if kind == Misuse::NoSuchGroup {
-                GroupId(MAX_GROUP + 1)
-            } else {
-                group
-            },
+            group: if kind == Misuse::NoSuchGroup { GroupId(MAX_GROUP + 1) } else { group },
             mask: if kind == Misuse::MaskLength {
                 BlockMask::Flags(&[true, true])
             } else {

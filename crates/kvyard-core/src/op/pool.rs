@@ -26,10 +26,7 @@ impl World {
 
     pub(super) fn perform_on_pool(&mut self, op: &Op) -> Outcome {
         match op {
-            Op::FreeLease {
-                lease,
-                through_manager,
-            } => self.free_lease(*lease, *through_manager),
+            Op::FreeLease { lease, through_manager } => self.free_lease(*lease, *through_manager),
             Op::DissolveLease { lease } => self
                 .take_lease(*lease)
                 .map_or(Outcome::Nothing, |lease| Outcome::Blocks(lease.dissolve())),
@@ -55,19 +52,12 @@ impl World {
                 let result = self.manager.pool_mut().touch(&blocks);
                 result.map_or_else(Outcome::Error, |lease| self.keep(lease))
             }
-            Op::CacheFull {
-                request,
-                start,
-                blocks,
-                mask,
-                group,
-            } => self.cache_full(*request, *start, blocks, *mask, *group),
-            Op::CachePartial {
-                request,
-                block,
-                boundary,
-                group,
-            } => self.cache_partial(*request, *block, *boundary, *group),
+            Op::CacheFull { request, start, blocks, mask, group } => {
+                self.cache_full(*request, *start, blocks, *mask, *group)
+            }
+            Op::CachePartial { request, block, boundary, group } => {
+                self.cache_partial(*request, *block, *boundary, *group)
+            }
             Op::Evict { blocks } => {
                 let blocks = self.resolve(blocks);
                 self.manager.pool_mut().evict_blocks(&blocks).into()

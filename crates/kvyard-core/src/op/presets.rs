@@ -26,15 +26,8 @@ pub fn presets() -> Vec<WorldConfig> {
     let rswa = AttentionKind::RSWA { rswa_window: 6 };
     let managers = [
         full.clone(),
-        KVCacheManagerConfig {
-            semantics: Semantics::vllm_0_25_1(),
-            ..full.clone()
-        },
-        KVCacheManagerConfig {
-            watermark: 0.2,
-            use_eagle: true,
-            ..full.clone()
-        },
+        KVCacheManagerConfig { semantics: Semantics::vllm_0_25_1(), ..full.clone() },
+        KVCacheManagerConfig { watermark: 0.2, use_eagle: true, ..full.clone() },
         KVCacheManagerConfig {
             enable_caching: false,
             enable_kv_cache_events: false,
@@ -58,19 +51,7 @@ pub fn presets() -> Vec<WorldConfig> {
         },
     ];
     let pools = [Semantics::corrected(), Semantics::vllm_0_25_1()];
-    let pools = pools.map(|semantics| KVCacheManagerConfig {
-        semantics,
-        ..full.clone()
-    });
-    let with = |drives_pool| {
-        move |manager| WorldConfig {
-            manager,
-            drives_pool,
-        }
-    };
-    managers
-        .map(with(false))
-        .into_iter()
-        .chain(pools.map(with(true)))
-        .collect()
+    let pools = pools.map(|semantics| KVCacheManagerConfig { semantics, ..full.clone() });
+    let with = |drives_pool| move |manager| WorldConfig { manager, drives_pool };
+    managers.map(with(false)).into_iter().chain(pools.map(with(true))).collect()
 }

@@ -96,8 +96,7 @@ impl World {
 
     /// The block of a lease that an operand means.
     pub fn lease(&self, lease: u8) -> Option<&BlockLease> {
-        self.leases
-            .get(usize::from(lease) % self.leases.len().max(1))
+        self.leases.get(usize::from(lease) % self.leases.len().max(1))
     }
 
     /// Tokens per block in calls of the pool, and the group that an operand means.
@@ -137,12 +136,9 @@ impl World {
 
     fn perform(&mut self, op: &Op) -> Outcome {
         match op {
-            Op::NewRequest {
-                prefix,
-                shared,
-                own,
-                identity,
-            } => self.new_request(*prefix, *shared, *own, *identity),
+            Op::NewRequest { prefix, shared, own, identity } => {
+                self.new_request(*prefix, *shared, *own, *identity)
+            }
             Op::Misuse { kind, request } => self.misuse(*kind, *request),
             Op::FreeLease { .. }
             | Op::DissolveLease { .. }
@@ -273,10 +269,7 @@ impl World {
                 assert!(keyed, "I17: block {block} of a hit is not cached");
             }
         }
-        assert!(
-            found.num_tokens < length(request.num_tokens()),
-            "the last token is never a hit"
-        );
+        assert!(found.num_tokens < length(request.num_tokens()), "the last token is never a hit");
         let num_tokens = found.num_tokens;
         *hit = Some(found);
         Outcome::Hit(num_tokens)
@@ -321,8 +314,7 @@ impl World {
         };
         let outcome = allocate(&mut self.manager, &arguments, op.has(AllocateOp::SPLIT));
         if let Outcome::Blocks(_) = outcome {
-            self.audit
-                .admitted(&self.manager, &arguments, row.ids().len());
+            self.audit.admitted(&self.manager, &arguments, row.ids().len());
             request.num_computed_tokens = local + external + new;
             request.status = RequestStatus::Running;
         }
@@ -333,19 +325,13 @@ impl World {
         let request = &self.actors[at].request;
         let id = request.request_id();
         let computed = request.num_computed_tokens;
-        let filled = self
-            .manager
-            .get_blocks_for_computed_tokens(id, None, computed);
+        let filled = self.manager.get_blocks_for_computed_tokens(id, None, computed);
         let row = self.manager.get_blocks(id, None);
         let common = self.manager.get_num_common_prefix_blocks(id);
         let rows: Vec<_> = self
             .actors
             .iter()
-            .filter(|actor| {
-                self.manager
-                    .request_row(actor.request.request_id())
-                    .is_some()
-            })
+            .filter(|actor| self.manager.request_row(actor.request.request_id()).is_some())
             .map(|actor| self.manager.get_blocks(actor.request.request_id(), None))
             .collect();
         for (group, common) in common.iter().enumerate() {
@@ -418,11 +404,7 @@ fn allocate_in_parts(
     let before = manager.state_digest();
     let plan = manager.plan_allocate_slots(arguments)?;
     manager.reserve_allocate_slots(&plan)?;
-    assert_eq!(
-        before,
-        manager.state_digest(),
-        "reserving grows capacity only"
-    );
+    assert_eq!(before, manager.state_digest(), "reserving grows capacity only");
     let admitted = plan.is_admitted();
     let fresh = manager.apply_allocate_slots(plan);
     assert_eq!(fresh.is_some(), admitted, "a plan knows its outcome");
@@ -431,10 +413,7 @@ fn allocate_in_parts(
 
 /// Whether vLLM records newly allocated ids of this kind.
 pub(super) fn records_new_blocks(kind: AttentionKind) -> bool {
-    matches!(
-        kind,
-        AttentionKind::FullAttention | AttentionKind::MLAAttention
-    )
+    matches!(kind, AttentionKind::FullAttention | AttentionKind::MLAAttention)
 }
 
 fn extra_keys(identity: Identity) -> ExtraKeySource {
@@ -444,11 +423,7 @@ fn extra_keys(identity: Identity) -> ExtraKeySource {
         Identity::Plain => {}
         Identity::Lora => {
             let name = texts.distinct("adapter");
-            lora = Some(Lora {
-                name,
-                path: None,
-                id: 1,
-            });
+            lora = Some(Lora { name, path: None, id: 1 });
         }
         Identity::Salt => salt = Some(texts.distinct("salt")),
         Identity::Media => {

@@ -17,10 +17,7 @@ pub(crate) fn admission_cap(
     max_model_len: u32,
     block_size: u32,
 ) -> u32 {
-    attention_chunk_size
-        .saturating_add(max_step_tokens)
-        .min(max_model_len)
-        .div_ceil(block_size)
+    attention_chunk_size.saturating_add(max_step_tokens).min(max_model_len).div_ceil(block_size)
 }
 
 /// Everything left of the current chunk is granted unseen; from there on a prefix of the chunk. At
@@ -36,9 +33,7 @@ pub(crate) fn find_longest_cache_hit(
     let mut hit = PrefixHit::new(lookup.groups.len());
     hit.restart(first);
     let end = hashes.len().min(lookup.max_blocks());
-    let _ = (first..end)
-        .take_while(|at| hit.push(pool, hashes.get(*at), lookup.groups))
-        .count();
+    let _ = (first..end).take_while(|at| hit.push(pool, hashes.get(*at), lookup.groups)).count();
     hit.pop_until(|blocks| lookup.is_aligned(blocks), 0);
     hit
 }

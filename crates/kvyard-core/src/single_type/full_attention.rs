@@ -18,10 +18,7 @@ pub(crate) fn find_longest_cache_hit(
     let _ = (0..hashes.len().min(lookup.max_blocks()))
         .take_while(|block| hit.push(pool, hashes.get(*block), lookup.groups))
         .count();
-    hit.pop_until(
-        |blocks| lookup.is_aligned(blocks),
-        usize::from(lookup.drop_last),
-    );
+    hit.pop_until(|blocks| lookup.is_aligned(blocks), usize::from(lookup.drop_last));
     hit
 }
 
@@ -36,7 +33,5 @@ pub(crate) fn num_common_prefix_blocks(
         CommonPrefix::References => pool.ref_cnt(block),
         CommonPrefix::RowMembership => pool.row_references[block.index()],
     };
-    row.iter()
-        .take_while(|block| !block.is_null() && references(**block) == num_requests)
-        .count()
+    row.iter().take_while(|block| !block.is_null() && references(**block) == num_requests).count()
 }

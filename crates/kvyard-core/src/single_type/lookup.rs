@@ -42,11 +42,7 @@ pub(crate) struct PrefixHit {
 
 impl PrefixHit {
     pub(crate) fn new(num_groups: usize) -> Self {
-        Self {
-            num_null: 0,
-            columns: Vec::new(),
-            num_groups,
-        }
+        Self { num_null: 0, columns: Vec::new(), num_groups }
     }
 
     /// Forgets what was found and goes on at a position; what lies before it needs no storage.
@@ -67,8 +63,7 @@ impl PrefixHit {
 
     /// Cuts the hit to at most so many blocks.
     pub(crate) fn truncate(&mut self, blocks: usize) {
-        self.columns
-            .truncate(blocks.saturating_sub(self.num_null) * self.num_groups);
+        self.columns.truncate(blocks.saturating_sub(self.num_null) * self.num_groups);
         self.num_null = self.num_null.min(blocks);
     }
 
@@ -83,12 +78,7 @@ impl PrefixHit {
 
     /// The blocks of the k-th group.
     pub(crate) fn group(&self, k: usize) -> impl Iterator<Item = BlockId> + '_ {
-        std::iter::repeat_n(NULL_BLOCK, self.num_null).chain(
-            self.columns
-                .iter()
-                .skip(k)
-                .step_by(self.num_groups)
-                .copied(),
-        )
+        std::iter::repeat_n(NULL_BLOCK, self.num_null)
+            .chain(self.columns.iter().skip(k).step_by(self.num_groups).copied())
     }
 }

@@ -41,10 +41,7 @@ impl MambaStates {
     }
 
     pub(crate) fn last_state(&self, row: RequestRow) -> Option<u32> {
-        self.last_state
-            .get(row.index())
-            .copied()
-            .filter(|state| *state != NO_STATE)
+        self.last_state.get(row.index()).copied().filter(|state| *state != NO_STATE)
     }
 
     pub(crate) fn is_allocated(&self, row: RequestRow) -> bool {
@@ -122,18 +119,9 @@ pub(crate) fn reachable_blocks(
         return None;
     }
     let edge = |tokens: u32| {
-        if tokens == u32::MAX {
-            0
-        } else {
-            tokens / block_size
-        }
+        if tokens == u32::MAX { 0 } else { tokens / block_size }
     };
-    Some(ReachableBlocks {
-        period,
-        need: 1,
-        shift: 0,
-        edges: boundaries.replays.map(edge),
-    })
+    Some(ReachableBlocks { period, need: 1, shift: 0, edges: boundaries.replays.map(edge) })
 }
 
 /// The state that mode `align` may release besides the skipped range, from which nulls can cut it off:
@@ -149,9 +137,7 @@ pub(crate) fn released_state(
         Some(state)
             if state + 1 < total_computed.div_ceil(block_size)
                 && !skipped.contains(&state)
-                && row
-                    .get(state as usize)
-                    .is_some_and(|block| !block.is_null()) =>
+                && row.get(state as usize).is_some_and(|block| !block.is_null()) =>
         {
             state..state + 1
         }
@@ -181,20 +167,10 @@ pub(crate) fn plan_aligned(
     let running = need - drafts - 1;
     let nulls = running.saturating_sub(before);
     // Draft slots left of the running state move behind it.
-    let moved = if is_allocated {
-        before - drafts..before.min(running)
-    } else {
-        0..0
-    };
+    let moved = if is_allocated { before - drafts..before.min(running) } else { 0..0 };
     let moved = if moved.is_empty() { 0..0 } else { moved };
     let length = before + nulls + (moved.end - moved.start);
-    NewBlocks {
-        nulls,
-        moved,
-        fresh: need - length,
-        last_state,
-        sets_allocated: true,
-    }
+    NewBlocks { nulls, moved, fresh: need - length, last_state, sets_allocated: true }
 }
 
 /// 0.25.1's own estimate of what `plan_aligned` takes: blind to external tokens, and negative after

@@ -131,10 +131,8 @@ impl SingleTypeKVCacheManager {
     ) -> Self {
         let spec = &config.groups[group.index()].spec;
         // vLLM records new ids for exactly these kinds, because only they may need zeroing.
-        let is_zeroed = matches!(
-            spec.kind,
-            AttentionKind::FullAttention | AttentionKind::MLAAttention
-        );
+        let is_zeroed =
+            matches!(spec.kind, AttentionKind::FullAttention | AttentionKind::MLAAttention);
         Self {
             group,
             kind: spec.kind,
@@ -182,10 +180,7 @@ impl SingleTypeKVCacheManager {
     /// How many leading blocks of a row were offered to the prefix cache; none before the first.
     #[inline]
     pub fn num_cached_block(&self, row: RequestRow) -> Option<u32> {
-        self.num_cached_block
-            .get(row.index())
-            .copied()
-            .filter(|cached| *cached != NOT_CACHED)
+        self.num_cached_block.get(row.index()).copied().filter(|cached| *cached != NOT_CACHED)
     }
 
     // ------------------------------------------------------------------------- rules of each kind
@@ -202,9 +197,9 @@ impl SingleTypeKVCacheManager {
             | AttentionKind::SlidingWindowMLA { sliding_window } => {
                 sliding_window::num_skipped_tokens(total_computed, sliding_window)
             }
-            AttentionKind::ChunkedLocalAttention {
-                attention_chunk_size,
-            } => chunked_local::num_skipped_tokens(total_computed, attention_chunk_size),
+            AttentionKind::ChunkedLocalAttention { attention_chunk_size } => {
+                chunked_local::num_skipped_tokens(total_computed, attention_chunk_size)
+            }
             // Only the last state is needed.
             AttentionKind::Mamba { .. } => total_computed.saturating_sub(1),
         }
@@ -225,17 +220,14 @@ impl SingleTypeKVCacheManager {
                 });
                 [live_range(state.row, gap), 0..0]
             }
-            AttentionKind::Mamba {
-                mamba_cache_mode,
-                num_speculative_blocks,
-            } => {
+            AttentionKind::Mamba { mamba_cache_mode, num_speculative_blocks } => {
                 // As if every draft in flight were rejected.
                 let computed = total_computed.saturating_sub(num_speculative_blocks);
                 let skipped = live_range(state.row, (0, self.num_skipped_blocks(computed)));
                 let last_state = match mamba_cache_mode {
-                    MambaCacheMode::Align => state
-                        .number
-                        .and_then(|number| self.mamba.last_state(number)),
+                    MambaCacheMode::Align => {
+                        state.number.and_then(|number| self.mamba.last_state(number))
+                    }
                     MambaCacheMode::None | MambaCacheMode::All => None,
                 };
                 let other = mamba::released_state(
@@ -247,20 +239,16 @@ impl SingleTypeKVCacheManager {
                 );
                 [skipped, other]
             }
-            _ => [
-                live_range(state.row, (0, self.num_skipped_blocks(total_computed))),
-                0..0,
-            ],
+            _ => [live_range(state.row, (0, self.num_skipped_blocks(total_computed))), 0..0],
         }
     }
 
     /// Tokens for which a row must have blocks.
     fn num_slots(&self, demand: &Demand) -> u32 {
         match self.kind {
-            AttentionKind::Mamba {
-                num_speculative_blocks,
-                ..
-            } => demand.num_tokens + num_speculative_blocks * self.block_size,
+            AttentionKind::Mamba { num_speculative_blocks, .. } => {
+                demand.num_tokens + num_speculative_blocks * self.block_size
+            }
             AttentionKind::CrossAttention => demand.num_encoder_tokens,
             _ => demand.num_tokens,
         }
@@ -268,24 +256,16 @@ impl SingleTypeKVCacheManager {
 
     /// The most blocks a whole sequence holds at once; none where it holds all of its blocks.
     fn admission_cap(&self, num_lookahead_tokens: u32) -> Option<u32> {
-        let step = self
-            .common
-            .max_num_batched_tokens
-            .saturating_add(num_lookahead_tokens);
+        let step = self.common.max_num_batched_tokens.saturating_add(num_lookahead_tokens);
         let longest = self.common.max_model_len;
         match self.kind {
             AttentionKind::SlidingWindow { sliding_window }
-            | AttentionKind::SlidingWindowMLA { sliding_window } => Some(
-                sliding_window::admission_cap(sliding_window, step, longest, self.block_size),
-            ),
-            AttentionKind::ChunkedLocalAttention {
-                attention_chunk_size: chunk,
-            } => Some(chunked_local::admission_cap(
-                chunk,
-                step,
-                longest,
-                self.block_size,
-            )),
+            | AttentionKind::SlidingWindowMLA { sliding_window } => {
+                Some(sliding_window::admission_cap(sliding_window, step, longest, self.block_size))
+            }
+            AttentionKind::ChunkedLocalAttention { attention_chunk_size: chunk } => {
+                Some(chunked_local::admission_cap(chunk, step, longest, self.block_size))
+            }
             _ => None,
         }
     }
@@ -299,11 +279,7 @@ impl SingleTypeKVCacheManager {
         hits: &[BlockId],
         demand: &Demand,
     ) -> i64 {
-        if let AttentionKind::Mamba {
-            mamba_cache_mode,
-            num_speculative_blocks,
-        } = self.kind
-        {
+        if let AttentionKind::Mamba { mamba_cache_mode, num_speculative_blocks } = self.kind {
             if self.mamba.ends_in_this_step(pool, hits) {
                 // Does not fit: the state to start from is only written by this step.
                 return i64::from(pool.num_blocks()) + 1;
@@ -325,9 +301,7 @@ impl SingleTypeKVCacheManager {
             }
         }
         let mut total = self.num_slots(demand).div_ceil(self.block_size);
-        let cap = demand
-            .capped_with_lookahead
-            .and_then(|tokens| self.admission_cap(tokens));
+        let cap = demand.capped_with_lookahead.and_then(|tokens| self.admission_cap(tokens));
         total = total.min(cap.unwrap_or(u32::MAX));
         let have = length(state.row.len());
         if state.num_cached.is_some() {
@@ -360,10 +334,7 @@ impl SingleTypeKVCacheManager {
             );
         }
         let total = self.num_slots(demand).div_ceil(self.block_size);
-        NewBlocks {
-            fresh: total.saturating_sub(before),
-            ..NewBlocks::default()
-        }
+        NewBlocks { fresh: total.saturating_sub(before), ..NewBlocks::default() }
     }
 
     /// The longest usable hit. Groups of one specification are asked together, through any of them.
@@ -384,9 +355,9 @@ impl SingleTypeKVCacheManager {
             | AttentionKind::SlidingWindowMLA { sliding_window } => {
                 sliding_window::find_longest_cache_hit(pool, hashes, lookup, sliding_window)
             }
-            AttentionKind::ChunkedLocalAttention {
-                attention_chunk_size: chunk,
-            } => chunked_local::find_longest_cache_hit(pool, hashes, lookup, chunk),
+            AttentionKind::ChunkedLocalAttention { attention_chunk_size: chunk } => {
+                chunked_local::find_longest_cache_hit(pool, hashes, lookup, chunk)
+            }
             AttentionKind::Mamba { .. } => mamba::find_longest_cache_hit(pool, hashes, lookup),
             // Refused together with caching at construction.
             AttentionKind::CrossAttention => PrefixHit::new(lookup.groups.len()),
@@ -441,11 +412,7 @@ impl SingleTypeKVCacheManager {
         match self.kind {
             AttentionKind::Mamba { .. } | AttentionKind::CrossAttention => row.len(),
             _ => {
-                let size = if across_ranks {
-                    self.block_size
-                } else {
-                    self.rank_block_size
-                };
+                let size = if across_ranks { self.block_size } else { self.rank_block_size };
                 row.len().min(num_tokens.div_ceil(size) as usize)
             }
         }
@@ -467,16 +434,9 @@ impl SingleTypeKVCacheManager {
         let hits_from = hits.len().min(padding as usize);
         let have = padding + length(hits.len() - hits_from);
         let is_stored = demand.external > 0 && self.num_skipped_tokens(total) < total;
-        let external = if is_stored {
-            total.div_ceil(self.block_size).saturating_sub(have)
-        } else {
-            0
-        };
-        Attachment {
-            padding,
-            hits_from,
-            external,
-        }
+        let external =
+            if is_stored { total.div_ceil(self.block_size).saturating_sub(have) } else { 0 };
+        Attachment { padding, hits_from, external }
     }
 
     /// Whether attaching sets the request running: cross attention never is.
@@ -504,11 +464,7 @@ impl SingleTypeKVCacheManager {
 
     /// At which lengths of this request a later lookup may end.
     fn boundaries(&self, num_prompt_tokens: u32) -> Boundaries {
-        let Common {
-            scheduler_block_size: alignment,
-            retention_interval,
-            ..
-        } = self.common;
+        let Common { scheduler_block_size: alignment, retention_interval, .. } = self.common;
         let mut replays = [u32::MAX; 3];
         if retention_interval.is_some() {
             let aligned = |tokens: u32| tokens - tokens % alignment;
@@ -522,16 +478,11 @@ impl SingleTypeKVCacheManager {
                 replays[2] = extension.checked_sub(alignment).unwrap_or(u32::MAX);
             }
         }
-        Boundaries {
-            segment: retention_interval.unwrap_or(alignment),
-            replays,
-        }
+        Boundaries { segment: retention_interval.unwrap_or(alignment), replays }
     }
 
     fn is_allocated(&self, state: &GroupState<'_>) -> bool {
-        state
-            .number
-            .is_some_and(|number| self.mamba.is_allocated(number))
+        state.number.is_some_and(|number| self.mamba.is_allocated(number))
     }
 
     // -------------------------------------------------------------------------------- bookkeeping
@@ -616,17 +567,12 @@ impl SingleTypeKVCacheManager {
 /// call: the range stops there.
 fn live_range(row: &[BlockId], (low, high): (u32, u32)) -> Range<u32> {
     let high = high.min(length(row.len()));
-    let live = (low..high)
-        .rev()
-        .take_while(|at| !row[*at as usize].is_null())
-        .last();
+    let live = (low..high).rev().take_while(|at| !row[*at as usize].is_null()).last();
     live.map_or(high..high, |first| first..high)
 }
 
 /// How many of these blocks sit in the free queue and would leave it when touched.
 pub(crate) fn num_evictable(pool: &BlockPool, blocks: &[BlockId]) -> u32 {
-    let evictable = blocks
-        .iter()
-        .filter(|block| !block.is_null() && pool.ref_cnt(**block) == 0);
+    let evictable = blocks.iter().filter(|block| !block.is_null() && pool.ref_cnt(**block) == 0);
     length(evictable.count())
 }

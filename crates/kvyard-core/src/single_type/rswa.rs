@@ -9,8 +9,5 @@ pub(crate) fn gap(
     block_size: u32,
 ) -> (u32, u32) {
     let window_start = total_computed.saturating_sub(rswa_window);
-    (
-        num_prompt_tokens.div_ceil(block_size),
-        num_prompt_tokens.max(window_start) / block_size,
-    )
+    (num_prompt_tokens.div_ceil(block_size), num_prompt_tokens.max(window_start) / block_size)
 }

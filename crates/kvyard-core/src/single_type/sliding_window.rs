@@ -18,11 +18,7 @@ pub(crate) fn admission_cap(
     max_model_len: u32,
     block_size: u32,
 ) -> u32 {
-    (sliding_window - 1)
-        .saturating_add(max_step_tokens)
-        .min(max_model_len)
-        .div_ceil(block_size)
-        + 1
+    (sliding_window - 1).saturating_add(max_step_tokens).min(max_model_len).div_ceil(block_size) + 1
 }
 
 /// Blocks that must be cached in a row for a hit.
@@ -78,13 +74,8 @@ fn prefix(
 ) -> PrefixHit {
     let mut hit = PrefixHit::new(lookup.groups.len());
     hit.restart(0);
-    let cached = (0..below)
-        .take_while(|at| hit.push(pool, hashes.get(*at), lookup.groups))
-        .count();
-    let blocks = (0..cached)
-        .rev()
-        .find(|last| is_edge(*last))
-        .map_or(0, |last| last + 1);
+    let cached = (0..below).take_while(|at| hit.push(pool, hashes.get(*at), lookup.groups)).count();
+    let blocks = (0..cached).rev().find(|last| is_edge(*last)).map_or(0, |last| last + 1);
     hit.truncate(blocks);
     hit.pop_until(|blocks| lookup.is_aligned(blocks), 0);
     if lookup.drop_last {
@@ -108,16 +99,7 @@ pub(crate) fn reachable_blocks(
     }
     let shift = u32::from(use_eagle);
     let edge = |tokens: u32| {
-        if tokens == u32::MAX {
-            0
-        } else {
-            tokens / block_size + shift
-        }
+        if tokens == u32::MAX { 0 } else { tokens / block_size + shift }
     };
-    Some(ReachableBlocks {
-        period,
-        need,
-        shift,
-        edges: boundaries.replays.map(edge),
-    })
+    Some(ReachableBlocks { period, need, shift, edges: boundaries.replays.map(edge) })
 }

@@ -69,9 +69,8 @@ impl Tally {
                 let name = text(scenario, "name");
                 let op = &op.to_string();
                 let shown = op.get(..400).unwrap_or(op);
-                self.differences.push(format!(
-                    "{name}, operation {number}: {shown}\n     {difference}"
-                ));
+                self.differences
+                    .push(format!("{name}, operation {number}: {shown}\n     {difference}"));
                 return;
             }
             self.operations += 1;
@@ -115,12 +114,7 @@ fn the_whole_recording_is_equal() {
     if !path.exists() {
         // Past the capture of test output: whoever reads "ok" must see this too.
         let mut stderr = std::io::stderr();
-        writeln!(
-            stderr,
-            "SKIPPED: no {}; set KVYARD_MATERIAL",
-            path.display()
-        )
-        .unwrap();
+        writeln!(stderr, "SKIPPED: no {}; set KVYARD_MATERIAL", path.display()).unwrap();
         return;
     }
     let mut tally = Tally::default();
@@ -129,9 +123,6 @@ fn the_whole_recording_is_equal() {
     }
     tally.assert_equal();
     let scenarios: usize = tally.scenarios.values().sum();
-    println!(
-        "{scenarios} scenarios, {} operations, 0 differences",
-        tally.operations
-    );
+    println!("{scenarios} scenarios, {} operations, 0 differences", tally.operations);
     assert_eq!((scenarios, tally.operations), (733, 657_515));
 }

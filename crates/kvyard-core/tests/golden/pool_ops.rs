@@ -9,9 +9,7 @@ use crate::replay::{Driven, Replay, blocks, ids, number, numbers, text};
 pub(crate) fn perform(replay: &mut Replay, name: &str, op: &Value) -> Value {
     match name {
         "pool.get_new_blocks" => {
-            let lease = pool(replay)
-                .get_new_blocks(number(op, "n") as usize)
-                .unwrap();
+            let lease = pool(replay).get_new_blocks(number(op, "n") as usize).unwrap();
             // What follows gives blocks back one by one.
             ids(&lease.dissolve())
         }
@@ -47,11 +45,9 @@ fn pool(replay: &mut Replay) -> &mut BlockPool {
 fn cache_full_blocks(replay: &mut Replay, op: &Value) -> Value {
     let request = replay.requests[text(op, "id")].clone();
     let call = request.call(replay.events_are_on());
-    let mask: Option<Vec<bool>> = op["block_mask"].as_array().map(|mask| {
-        mask.iter()
-            .map(|wanted| wanted.as_bool().unwrap())
-            .collect()
-    });
+    let mask: Option<Vec<bool>> = op["block_mask"]
+        .as_array()
+        .map(|mask| mask.iter().map(|wanted| wanted.as_bool().unwrap()).collect());
     let row = blocks(&op["blocks"]);
     let Driven::Pool(pool, block_size) = &mut replay.driven else {
         panic!("a pool's operation on a manager");
@@ -77,9 +73,7 @@ fn cache_partial_block(replay: &mut Replay, op: &Value) -> Value {
     let Driven::Pool(pool, block_size) = &mut replay.driven else {
         panic!("a pool's operation on a manager");
     };
-    let key = pool
-        .cache_partial_block(&call, block, num_tokens, group, *block_size)
-        .unwrap();
+    let key = pool.cache_partial_block(&call, block, num_tokens, group, *block_size).unwrap();
     json!(key.map(|key| replay.hex_key(&key.hash, key.group)))
 }
 

@@ -46,10 +46,7 @@ impl Replay {
         let none_hash = algorithm.none_hash(Some(text(hash, "python_hash_seed")), || {
             panic!("every scenario has a seed")
         });
-        assert_eq!(
-            hex(&none_hash.0[..algorithm.width()]),
-            text(hash, "none_hash")
-        );
+        assert_eq!(hex(&none_hash.0[..algorithm.width()]), text(hash, "none_hash"));
         let arguments = config.get("pool").unwrap_or(&config["manager"]);
         let hash_block_size = number(arguments, "hash_block_size");
         let semantics = Semantics::vllm_0_25_1();
@@ -266,10 +263,7 @@ impl Replay {
         let external = |hash: &BlockHash| hash.external(self.hash_width);
         match event {
             KVCacheEvent::AllBlocksCleared => json!({"type": "AllBlocksCleared"}),
-            KVCacheEvent::BlockRemoved {
-                block_hashes,
-                group,
-            } => json!({
+            KVCacheEvent::BlockRemoved { block_hashes, group } => json!({
                 "type": "BlockRemoved",
                 "block_hashes": block_hashes.iter().map(external).collect::<Vec<_>>(),
                 "medium": "GPU",
@@ -388,12 +382,10 @@ fn group_spec(group: &Value) -> KVCacheGroupSpec {
     let kind = match text(group, "kind") {
         "full_attention" => AttentionKind::FullAttention,
         "mla_attention" => AttentionKind::MLAAttention,
-        "rswa" => AttentionKind::RSWA {
-            rswa_window: number(group, "rswa_window"),
-        },
-        "sliding_window" => AttentionKind::SlidingWindow {
-            sliding_window: number(group, "sliding_window"),
-        },
+        "rswa" => AttentionKind::RSWA { rswa_window: number(group, "rswa_window") },
+        "sliding_window" => {
+            AttentionKind::SlidingWindow { sliding_window: number(group, "sliding_window") }
+        }
         "chunked_local_attention" => AttentionKind::ChunkedLocalAttention {
             attention_chunk_size: number(group, "attention_chunk_size"),
         },
@@ -448,11 +440,7 @@ fn block_keys(keys: &[ExtraKey]) -> Value {
         return Value::Null;
     }
     let member = |key: &ExtraKey| match key {
-        ExtraKey::Lora {
-            name: Text { text, .. },
-            ..
-        }
-        | ExtraKey::CacheSalt(Text { text, .. }) => {
+        ExtraKey::Lora { name: Text { text, .. }, .. } | ExtraKey::CacheSalt(Text { text, .. }) => {
             json!(&**text)
         }
         ExtraKey::Media { identifier, offset } => json!([&*identifier.text, offset]),
@@ -463,22 +451,16 @@ fn block_keys(keys: &[ExtraKey]) -> Value {
 
 fn tells_of(event: &KVCacheEvent<'_>, aliases: &HashSet<(BlockHash, GroupId)>) -> bool {
     match event {
-        KVCacheEvent::BlockRemoved {
-            block_hashes,
-            group,
-        } => block_hashes
-            .iter()
-            .all(|hash| aliases.contains(&(*hash, *group))),
+        KVCacheEvent::BlockRemoved { block_hashes, group } => {
+            block_hashes.iter().all(|hash| aliases.contains(&(*hash, *group)))
+        }
         _ => false,
     }
 }
 
 /// Sorts each run of alias removals: their order is left open.
 fn sort_alias_runs(events: &mut Value, marks: &[bool]) {
-    let Some(events) = events
-        .as_array_mut()
-        .filter(|events| events.len() == marks.len())
-    else {
+    let Some(events) = events.as_array_mut().filter(|events| events.len() == marks.len()) else {
         return;
     };
     let mut start = 0;
@@ -493,9 +475,7 @@ fn sort_alias_runs(events: &mut Value, marks: &[bool]) {
 // -------------------------------------------------------------------------------- arguments, answers
 
 pub(crate) fn text<'a>(object: &'a Value, key: &str) -> &'a str {
-    object[key]
-        .as_str()
-        .unwrap_or_else(|| panic!("{key} in {object}"))
+    object[key].as_str().unwrap_or_else(|| panic!("{key} in {object}"))
 }
 
 /// A number that stands there, or 0.
@@ -504,16 +484,11 @@ pub(crate) fn number(object: &Value, key: &str) -> u32 {
 }
 
 fn as_u32(value: &Value) -> u32 {
-    value
-        .as_u64()
-        .and_then(|value| value.try_into().ok())
-        .unwrap_or_else(|| panic!("{value}"))
+    value.as_u64().and_then(|value| value.try_into().ok()).unwrap_or_else(|| panic!("{value}"))
 }
 
 fn flag(object: &Value, key: &str) -> bool {
-    object
-        .get(key)
-        .is_some_and(|value| value.as_bool().unwrap())
+    object.get(key).is_some_and(|value| value.as_bool().unwrap())
 }
 
 pub(crate) fn numbers(list: &Value) -> Vec<u32> {
@@ -529,9 +504,7 @@ pub(crate) fn ids(blocks: &[BlockId]) -> Value {
 }
 
 fn groups(blocks: &KVCacheBlocks) -> Value {
-    (0..blocks.num_groups())
-        .map(|group| ids(blocks.blocks(group)))
-        .collect()
+    (0..blocks.num_groups()).map(|group| ids(blocks.blocks(group))).collect()
 }
 
 fn hex_hashes(hashes: &[BlockHash], width: usize) -> Value {

@@ -119,19 +119,8 @@ fn tagged_digests() {
         let keys = tagged_keys(name);
         for (algorithm, expected) in [(SHA256, pickle), (SHA256_CBOR, cbor)] {
             let parent = root(algorithm);
-            let hash = block_of(
-                algorithm,
-                HashDomains::Tagged,
-                &parent,
-                &[1, 2, 3, 4],
-                &keys,
-            );
-            assert_eq!(
-                digest_hex(algorithm, &hash),
-                expected,
-                "{name} {}",
-                algorithm.name()
-            );
+            let hash = block_of(algorithm, HashDomains::Tagged, &parent, &[1, 2, 3, 4], &keys);
+            assert_eq!(digest_hex(algorithm, &hash), expected, "{name} {}", algorithm.name());
         }
     }
 }
@@ -153,10 +142,7 @@ fn tagged_bytes() {
         "8005951b000000000000008c026d6d948c04696d6741944b008794680068014b02879486942e"
     );
     // C((("mm", A, -1), ("mm", B, 2)))
-    assert_eq!(
-        encode(SHA256_CBOR, "media"),
-        "8283626d6d64696d67412083626d6d64696d674202"
-    );
+    assert_eq!(encode(SHA256_CBOR, "media"), "8283626d6d64696d67412083626d6d64696d674202");
 }
 
 /// The keys of each block, from the first.
@@ -180,12 +166,7 @@ fn extra_keys_of_r5_r7_r8() {
     let source = keys(None, &[("imgA", 1, 5), ("imgB", 8, 2)], None, None);
     assert_eq!(
         keys_of_blocks(&source, 4),
-        [
-            vec![item("imgA", 0, 1)],
-            vec![item("imgA", 0, -3)],
-            vec![item("imgB", 1, 0)],
-            vec![]
-        ]
+        [vec![item("imgA", 0, 1)], vec![item("imgA", 0, -3)], vec![item("imgB", 1, 0)], vec![]]
     );
 
     let mask: Arc<[u8]> = [1, 1, 0, 1, 0, 1].into();
@@ -193,10 +174,9 @@ fn extra_keys_of_r5_r7_r8() {
     let found: Vec<_> = keys_of_blocks(&keys(None, &[], None, Some(embeds)), 3)
         .into_iter()
         .map(|mut keys| match keys.pop() {
-            Some(ExtraKey::PromptEmbeds {
-                digest,
-                mask: Some(mask),
-            }) => (hex(&digest), mask.to_vec()),
+            Some(ExtraKey::PromptEmbeds { digest, mask: Some(mask) }) => {
+                (hex(&digest), mask.to_vec())
+            }
             other => panic!("{other:?}"),
         })
         .collect();
@@ -208,18 +188,12 @@ fn extra_keys_of_r5_r7_r8() {
                 "0571cfe42be5c7b95de9afc7c7ba1286fb7a2ef10a9035f8d6b87d21a3bc8387".into(),
                 vec![1, 1, 0, 1]
             ),
-            (
-                "45701da4b3c9bd087207d34d5ec61fe12c9ed32fe2f5b509dd7ea08799a9a8e8".into(),
-                vec![0, 1]
-            ),
+            ("45701da4b3c9bd087207d34d5ec61fe12c9ed32fe2f5b509dd7ea08799a9a8e8".into(), vec![0, 1]),
             (nothing, vec![]),
         ]
     );
 
-    let adapter = || ExtraKey::Lora {
-        name: Text::new("L", 1000),
-        path: None,
-    };
+    let adapter = || ExtraKey::Lora { name: Text::new("L", 1000), path: None };
     let source = keys(Some(lora("L", None)), &[("imgA", 2, 4)], Some("S"), None);
     let salt = ExtraKey::CacheSalt(Text::new("S", 1002));
     assert_eq!(
@@ -264,21 +238,9 @@ fn media_cursor_rules() {
 #[test]
 fn unsorted_media_and_odd_embeddings_are_refused() {
     let unsorted = ExtraKeySource::new(None, media(&[("A", 5, 1), ("B", 4, 1)]), None, None);
-    assert!(matches!(
-        unsorted,
-        Err(KVCacheError::InvalidArgument {
-            argument: "media",
-            ..
-        })
-    ));
+    assert!(matches!(unsorted, Err(KVCacheError::InvalidArgument { argument: "media", .. })));
     let odd = PromptEmbeds::new(Arc::from([0; 9]), 4, None);
-    assert!(matches!(
-        odd,
-        Err(KVCacheError::InvalidArgument {
-            argument: "prompt_embeds",
-            ..
-        })
-    ));
+    assert!(matches!(odd, Err(KVCacheError::InvalidArgument { argument: "prompt_embeds", .. })));
     assert!(PromptEmbeds::new(Arc::from([0; 9]), 0, None).is_err());
     assert!(BlockHasher::new(SHA256, root(SHA256), 0, ALIKE).is_err());
 }
@@ -302,10 +264,7 @@ fn c05_domains() {
     let (as_adapter, as_salt) = (of(bare, adapter(None)), of(bare, salt()));
     assert_eq!(as_adapter[0], as_salt[0]);
     assert_ne!(as_adapter[1], as_salt[1]);
-    assert_eq!(
-        of(bare, adapter(Some("/p/1"))),
-        of(bare, adapter(Some("/p/2")))
-    );
+    assert_eq!(of(bare, adapter(Some("/p/1"))), of(bare, adapter(Some("/p/2"))));
 
     // With H0 = S(P((S(P("0")), (0, 1, 2, 3), X))) and H1 = S(P((H0, (4, 5, 6, 7), Y))):
     let tagged = with(MediaCursor::LastItem, HashDomains::Tagged);

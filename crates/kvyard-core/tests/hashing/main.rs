@@ -29,10 +29,7 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 fn digest_hex(algorithm: HashAlgorithm, hash: &BlockHash) -> String {
-    assert!(
-        hash.0[algorithm.width()..].iter().all(|&byte| byte == 0),
-        "padding"
-    );
+    assert!(hash.0[algorithm.width()..].iter().all(|&byte| byte == 0), "padding");
     hex(&hash.0[..algorithm.width()])
 }
 
@@ -59,30 +56,17 @@ fn hasher(algorithm: HashAlgorithm, block_size: u32, semantics: Semantics) -> Ar
 }
 
 fn request(prompt: &[u32], keys: ExtraKeySource, hasher: &Arc<BlockHasher>) -> Request {
-    Request::new(
-        "r",
-        prompt.to_vec(),
-        Arc::new(keys),
-        Some(Arc::clone(hasher)),
-    )
+    Request::new("r", prompt.to_vec(), Arc::new(keys), Some(Arc::clone(hasher)))
 }
 
 fn hashes(request: &Request) -> Vec<String> {
     let algorithm = request.hasher().unwrap().algorithm();
-    request
-        .block_hashes()
-        .iter()
-        .map(|hash| digest_hex(algorithm, hash))
-        .collect()
+    request.block_hashes().iter().map(|hash| digest_hex(algorithm, hash)).collect()
 }
 
 /// Adapter "L", path as given.
 fn lora(name: &str, path: Option<&str>) -> Lora {
-    Lora {
-        name: Text::new(name, 1000),
-        path: path.map(|path| Text::new(path, 1001)),
-        id: 1,
-    }
+    Lora { name: Text::new(name, 1000), path: path.map(|path| Text::new(path, 1001)), id: 1 }
 }
 
 fn media(items: &[(&str, u32, u32)]) -> Vec<MediaItem> {
@@ -99,9 +83,7 @@ fn media(items: &[(&str, u32, u32)]) -> Vec<MediaItem> {
 
 /// The embeddings of R7: float32 0 to 15 as 8 positions of 2.
 fn embeds(mask: Option<Arc<[u8]>>) -> PromptEmbeds {
-    let floats: Vec<u8> = (0..16_u8)
-        .flat_map(|value| f32::from(value).to_le_bytes())
-        .collect();
+    let floats: Vec<u8> = (0..16_u8).flat_map(|value| f32::from(value).to_le_bytes()).collect();
     PromptEmbeds::new(floats.into(), 8, mask).unwrap()
 }
 
@@ -117,11 +99,7 @@ fn keys(
 
 /// 0.25.1 with one field mended, or the reverse.
 fn with(media_cursor: MediaCursor, hash_domains: HashDomains) -> Semantics {
-    Semantics {
-        media_cursor,
-        hash_domains,
-        ..ALIKE
-    }
+    Semantics { media_cursor, hash_domains, ..ALIKE }
 }
 
 fn any_algorithm() -> impl Strategy<Value = HashAlgorithm> {

@@ -33,11 +33,7 @@ fn requests_r1_r2() {
     ];
     let prompt: Vec<u32> = (0..10).collect();
     for (algorithm, expected) in rows {
-        let mut request = request(
-            &prompt,
-            ExtraKeySource::default(),
-            &hasher(algorithm, 4, ALIKE),
-        );
+        let mut request = request(&prompt, ExtraKeySource::default(), &hasher(algorithm, 4, ALIKE));
         assert_eq!(hashes(&request), expected[..2]);
         assert_eq!(request.append_output_tokens(&[10]), 0);
         assert_eq!(request.append_output_tokens(&[11]), 1);
@@ -56,10 +52,7 @@ fn prompt_and_keys(name: &str) -> (Vec<u32>, ExtraKeySource) {
             keys(None, &[("imgA", 1, 5), ("imgB", 8, 2)], None, None),
         ),
         "R7" => (vec![0; 8], keys(None, &[], None, Some(embeds(None)))),
-        _ => (
-            counted(),
-            keys(Some(lora("L", None)), &[("imgA", 2, 4)], Some("S"), None),
-        ),
+        _ => (counted(), keys(Some(lora("L", None)), &[("imgA", 2, 4)], Some("S"), None)),
     }
 }
 
@@ -191,11 +184,7 @@ fn truncation_drops_stale_hashes() {
     assert_eq!(session.block_hashes().len(), 1);
     assert_eq!(session.extend_prompt(&[80, 90], Vec::new()), Ok(1));
     assert_eq!(session.num_prompt_tokens(), 9);
-    let fresh = request(
-        &[1, 2, 3, 4, 5, 6, 7, 80, 90],
-        ExtraKeySource::default(),
-        &hasher,
-    );
+    let fresh = request(&[1, 2, 3, 4, 5, 6, 7, 80, 90], ExtraKeySource::default(), &hasher);
     assert_eq!(session.block_hashes(), fresh.block_hashes());
 
     session.truncate(4).unwrap();
@@ -204,28 +193,16 @@ fn truncation_drops_stale_hashes() {
     assert!(session.block_hashes().is_empty());
     let view = session.view();
     assert_eq!((view.num_tokens, view.num_prompt_tokens), (3, 3));
-    assert_eq!(
-        (view.num_computed_tokens, view.num_in_flight_tokens),
-        (3, 3)
-    );
+    assert_eq!((view.num_computed_tokens, view.num_in_flight_tokens), (3, 3));
     let error = session.truncate(4).unwrap_err();
-    assert!(matches!(
-        error,
-        KVCacheError::InvalidArgument {
-            argument: "num_tokens",
-            ..
-        }
-    ));
+    assert!(matches!(error, KVCacheError::InvalidArgument { argument: "num_tokens", .. }));
 }
 
 /// `manager.md` W5: both media items of a streaming update must be in the keys.
 #[test]
 fn streaming_media() {
     let update = |name| media(&[(name, 1, 2), ("B", 4, 2)]);
-    for (cursor, seen) in [
-        (MediaCursor::LastItem, false),
-        (MediaCursor::FirstOverlap, true),
-    ] {
+    for (cursor, seen) in [(MediaCursor::LastItem, false), (MediaCursor::FirstOverlap, true)] {
         let hasher = hasher(SHA256, 8, with(cursor, HashDomains::Bare));
         let [a, z] = ["A", "Z"].map(|name| {
             let mut session = request(&[0; 9], ExtraKeySource::default(), &hasher);
@@ -237,11 +214,8 @@ fn streaming_media() {
         assert_eq!(a.block_hashes()[1] != z.block_hashes()[1], seen);
 
         let tokens: Vec<u32> = [0; 9].into_iter().chain([5; 8]).collect();
-        let at_once = request(
-            &tokens,
-            keys(None, &[("A", 10, 2), ("B", 13, 2)], None, None),
-            &hasher,
-        );
+        let at_once =
+            request(&tokens, keys(None, &[("A", 10, 2), ("B", 13, 2)], None, None), &hasher);
         assert_eq!(a.block_hashes() == at_once.block_hashes(), seen);
     }
 }
@@ -249,31 +223,11 @@ fn streaming_media() {
 #[test]
 fn a_refused_update_changes_nothing() {
     let hasher = hasher(SHA256, 4, Semantics::default());
-    let mut session = request(
-        &[1, 2, 3, 4, 5],
-        keys(None, &[("A", 4, 1)], None, None),
-        &hasher,
-    );
-    let before = (
-        session.block_hashes().to_vec(),
-        session.view(),
-        session.keys().clone(),
-    );
-    assert!(
-        session
-            .extend_prompt(&[6], media(&[("B", 3, 1), ("C", 2, 1)]))
-            .is_err()
-    );
-    assert!(
-        session
-            .extend_prompt(&[6], media(&[("B", u32::MAX, 1)]))
-            .is_err()
-    );
-    let after = (
-        session.block_hashes().to_vec(),
-        session.view(),
-        session.keys().clone(),
-    );
+    let mut session = request(&[1, 2, 3, 4, 5], keys(None, &[("A", 4, 1)], None, None), &hasher);
+    let before = (session.block_hashes().to_vec(), session.view(), session.keys().clone());
+    assert!(session.extend_prompt(&[6], media(&[("B", 3, 1), ("C", 2, 1)])).is_err());
+    assert!(session.extend_prompt(&[6], media(&[("B", u32::MAX, 1)])).is_err());
+    let after = (session.block_hashes().to_vec(), session.view(), session.keys().clone());
     assert_eq!(before, after);
 
     // A media item goes with the token that it starts at.

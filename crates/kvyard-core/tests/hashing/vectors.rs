@@ -113,19 +113,13 @@ V93 | sha256      | key   | 258 | 762b2e7e1520febd3a0aedb7358e8602facf3924440e18
 fn parse_tokens(text: &str) -> Vec<i64> {
     match text.split_once("..") {
         Some((first, end)) => (first.parse().unwrap()..end.parse().unwrap()).collect(),
-        None => text
-            .split(',')
-            .map(|token| token.parse().unwrap())
-            .collect(),
+        None => text.split(',').map(|token| token.parse().unwrap()).collect(),
     }
 }
 
 fn parse_key(text: &str, position: usize) -> ExtraKey {
     if text == "digest" {
-        return ExtraKey::PromptEmbeds {
-            digest: Sha256::digest([]).into(),
-            mask: None,
-        };
+        return ExtraKey::PromptEmbeds { digest: Sha256::digest([]).into(), mask: None };
     }
     let Some((text, offset)) = text.split_once('@') else {
         return ExtraKey::CacheSalt(Text::new(text, 100 + u32::try_from(position).unwrap()));
@@ -138,10 +132,7 @@ fn parse_key(text: &str, position: usize) -> ExtraKey {
 }
 
 fn parse_keys<'a>(words: impl Iterator<Item = &'a str>) -> Vec<ExtraKey> {
-    words
-        .enumerate()
-        .map(|(position, word)| parse_key(word, position))
-        .collect()
+    words.enumerate().map(|(position, word)| parse_key(word, position)).collect()
 }
 
 fn encoded(algorithm: HashAlgorithm, input: &str) -> Vec<u8> {
@@ -153,11 +144,7 @@ fn encoded(algorithm: HashAlgorithm, input: &str) -> Vec<u8> {
         "keys" => algorithm.encode_extra_keys(bare, &parse_keys(words)),
         _ => {
             let root = root(algorithm);
-            let parent: &[u8] = if words.next() == Some("empty") {
-                &[]
-            } else {
-                &root.0
-            };
+            let parent: &[u8] = if words.next() == Some("empty") { &[] } else { &root.0 };
             algorithm.encode_block_tokens(bare, parent, &parse_tokens(words.next().unwrap()), &[])
         }
     }
@@ -184,10 +171,7 @@ fn computed(algorithm: HashAlgorithm, kind: &str, input: &str) -> String {
         _ => {
             let mut words = input.split(' ');
             let tokens = parse_tokens(words.next().unwrap());
-            digest_hex(
-                algorithm,
-                &first_block(algorithm, &tokens, &parse_keys(words)),
-            )
+            digest_hex(algorithm, &first_block(algorithm, &tokens, &parse_keys(words)))
         }
     }
 }
@@ -196,12 +180,8 @@ fn computed(algorithm: HashAlgorithm, kind: &str, input: &str) -> String {
 fn vectors_of_the_specification() {
     let mut count = 0;
     for line in VECTORS.trim().lines() {
-        let [name, algorithm, kind, input, expected] = line
-            .split('|')
-            .map(str::trim)
-            .collect::<Vec<_>>()
-            .try_into()
-            .unwrap();
+        let [name, algorithm, kind, input, expected] =
+            line.split('|').map(str::trim).collect::<Vec<_>>().try_into().unwrap();
         let algorithm = HashAlgorithm::from_name(algorithm).unwrap();
         assert_eq!(computed(algorithm, kind, input), expected, "{name}");
         count += 1;
@@ -238,10 +218,7 @@ fn random_root() {
     assert_eq!(root, BlockHash(random));
     // xxhash.xxh3_128_hexdigest(pickle.dumps((bytes(range(32)), (1, 2, 3, 4), None), 5))
     let hash = block_of(algorithm, HashDomains::Bare, &root, &[1, 2, 3, 4], &[]);
-    assert_eq!(
-        digest_hex(algorithm, &hash),
-        "dd43f58679947bcfc70c2aa8ce371a34"
-    );
+    assert_eq!(digest_hex(algorithm, &hash), "dd43f58679947bcfc70c2aa8ce371a34");
     let hasher = BlockHasher::new(algorithm, root, 4, Semantics::default()).unwrap();
     let mut hashes = Vec::new();
     hasher.extend(&[1, 2, 3, 4], &ExtraKeySource::default(), &mut hashes);
@@ -290,14 +267,8 @@ fn long_texts_have_no_frame() {
     let mut keys = keys.to_vec();
     keys[2] = ExtraKey::CacheSalt(Text::new("b", 7));
     let pickle = SHA256.encode_extra_keys(HashDomains::Bare, &keys);
-    assert_eq!(
-        hex(&pickle[..20]),
-        "80059504000000000000008c0161945800000100"
-    );
-    assert_eq!(
-        hex(&pickle[20 + 65_536..]),
-        "9508000000000000".to_owned() + "00948c01629487942e"
-    );
+    assert_eq!(hex(&pickle[..20]), "80059504000000000000008c0161945800000100");
+    assert_eq!(hex(&pickle[20 + 65_536..]), "9508000000000000".to_owned() + "00948c01629487942e");
 }
 
 /// The memo reference of an object past the 256th has four bytes:
@@ -305,26 +276,19 @@ fn long_texts_have_no_frame() {
 #[test]
 fn long_memo_references() {
     let mut texts = Texts::new();
-    let mut identifiers: Vec<Text> = (0..300)
-        .map(|index| texts.distinct(format!("{index}")))
-        .collect();
+    let mut identifiers: Vec<Text> =
+        (0..300).map(|index| texts.distinct(format!("{index}"))).collect();
     identifiers.push(identifiers[199].clone());
     let keys: Vec<ExtraKey> = identifiers
         .into_iter()
-        .map(|identifier| ExtraKey::Media {
-            identifier,
-            offset: 0,
-        })
+        .map(|identifier| ExtraKey::Media { identifier, offset: 0 })
         .collect();
     let pickle = SHA256.encode_extra_keys(HashDomains::Bare, &keys);
     assert_eq!(
         hex(&Sha256::digest(&pickle)),
         "ebd61c4cd3a348e3609079f611952c40880a87cf9027813bb22af2d639ccf698"
     );
-    assert_eq!(
-        hex(&pickle[pickle.len() - 12..]),
-        "6a8e0100004b00869474942e"
-    );
+    assert_eq!(hex(&pickle[pickle.len() - 12..]), "6a8e0100004b00869474942e");
 }
 
 fn any_token() -> impl Strategy<Value = i64> {
@@ -333,18 +297,7 @@ fn any_token() -> impl Strategy<Value = i64> {
         0..150_000_i64,
         any::<u32>().prop_map(i64::from),
         any::<i64>(),
-        prop::sample::select(vec![
-            23,
-            24,
-            255,
-            256,
-            65_535,
-            65_536,
-            i64::MIN,
-            i64::MAX,
-            -1,
-            -129
-        ]),
+        prop::sample::select(vec![23, 24, 255, 256, 65_535, 65_536, i64::MIN, i64::MAX, -1, -129]),
     ]
 }
 

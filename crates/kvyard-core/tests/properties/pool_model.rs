@@ -70,10 +70,7 @@ impl PoolModel {
             Op::GetNewBlocks { count } => self.get_new_blocks(usize::from(count % 8)),
             Op::Touch { blocks } => self.touch(&world.resolve(blocks)),
             Op::FreeCounted { blocks } => self.give_back(&world.resolve(blocks)),
-            Op::FreeLease {
-                lease,
-                through_manager,
-            } => {
+            Op::FreeLease { lease, through_manager } => {
                 let mut blocks = world.lease(*lease)?.ids().to_vec();
                 if *through_manager {
                     blocks.reverse();
@@ -85,13 +82,7 @@ impl PoolModel {
                 self.reset();
                 true
             }
-            Op::CacheFull {
-                request,
-                start,
-                blocks,
-                mask,
-                group,
-            } => {
+            Op::CacheFull { request, start, blocks, mask, group } => {
                 let blocks = world.resolve(blocks);
                 let bit = |bit: usize| mask.is_none_or(|mask| mask >> bit & 1 == 1);
                 let (block_size, group) = world.pool_block(*group);
@@ -104,12 +95,7 @@ impl PoolModel {
                     group,
                 })
             }
-            Op::CachePartial {
-                request,
-                block,
-                boundary,
-                group,
-            } => {
+            Op::CachePartial { request, block, boundary, group } => {
                 let block = world.resolve(&[*block])[0];
                 let (block_size, group) = world.pool_block(*group);
                 let num_tokens = u32::from(boundary % 12) * self.hash_block_size;
@@ -174,11 +160,7 @@ impl PoolModel {
             let state = &mut self.blocks[block.index()];
             state.references -= 1;
             if state.references == 0 {
-                let run = if state.primary.is_some() {
-                    &mut hashed
-                } else {
-                    &mut plain
-                };
+                let run = if state.primary.is_some() { &mut hashed } else { &mut plain };
                 run.push(*block);
             }
         }
@@ -224,14 +206,9 @@ impl PoolModel {
         let block = |position: usize| span.blocks[position - span.start];
         for position in &chosen {
             let state = &self.blocks[block(*position).index()];
-            let is_full = state
-                .primary
-                .is_some_and(|key| key.covered_tokens >= covered(*position));
-            let twice = chosen
-                .iter()
-                .filter(|other| block(**other) == block(*position))
-                .count()
-                > 1;
+            let is_full = state.primary.is_some_and(|key| key.covered_tokens >= covered(*position));
+            let twice =
+                chosen.iter().filter(|other| block(**other) == block(*position)).count() > 1;
             if state.references == 0 || is_full || twice {
                 return false;
             }
@@ -298,11 +275,7 @@ impl PoolModel {
         {
             return false;
         }
-        let key = PrefixKey {
-            hash: hashes[boundary - 1],
-            group,
-            covered_tokens: num_tokens,
-        };
+        let key = PrefixKey { hash: hashes[boundary - 1], group, covered_tokens: num_tokens };
         let copies = self.copies.get(&(group, key.hash));
         if copies.is_some_and(|copies| copies.contains(&block)) {
             return true;
@@ -345,20 +318,13 @@ impl PoolModel {
         } else {
             state.aliases.push(key);
         }
-        self.copies
-            .entry((key.group, key.hash))
-            .or_default()
-            .push(block);
+        self.copies.entry((key.group, key.hash)).or_default().push(block);
     }
 
     fn drop_keys(&mut self, block: BlockId) {
         let state = &mut self.blocks[block.index()];
-        let keys: Vec<_> = state
-            .primary
-            .take()
-            .into_iter()
-            .chain(state.aliases.drain(..))
-            .collect();
+        let keys: Vec<_> =
+            state.primary.take().into_iter().chain(state.aliases.drain(..)).collect();
         for PrefixKey { hash, group, .. } in keys {
             let copies = self.copies.get_mut(&(group, hash)).unwrap();
             copies.retain(|copy| *copy != block);
@@ -380,11 +346,7 @@ impl PoolModel {
         assert_eq!(order, self.free, "the free queue");
         for (at, block) in self.blocks.iter().enumerate() {
             let id = BlockId::from_index(at);
-            assert_eq!(
-                pool.ref_cnt(id) as usize,
-                block.references,
-                "references of {id}"
-            );
+            assert_eq!(pool.ref_cnt(id) as usize, block.references, "references of {id}");
             assert_eq!(pool.block_key(id), block.primary, "the primary key of {id}");
             let aliases: Vec<_> = pool.prefix_map().aliases(id).collect();
             assert_eq!(aliases, block.aliases, "the aliases of {id}");
@@ -416,10 +378,7 @@ fn told(event: &KVCacheEvent<'_>) -> Event {
             block_size: *block_size,
             group: *group,
         },
-        KVCacheEvent::BlockRemoved {
-            block_hashes,
-            group,
-        } => {
+        KVCacheEvent::BlockRemoved { block_hashes, group } => {
             assert_eq!(block_hashes.len(), 1, "one hash a removal");
             Event::Removed(block_hashes[0], *group)
         }

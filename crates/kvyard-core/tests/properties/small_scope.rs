@@ -33,19 +33,11 @@ fn config(drives_pool: bool, semantics: Semantics) -> WorldConfig {
         semantics,
         ..KVCacheManagerConfig::new(4, 1, 8)
     };
-    WorldConfig {
-        manager,
-        drives_pool,
-    }
+    WorldConfig { manager, drives_pool }
 }
 
 fn request() -> Op {
-    Op::NewRequest {
-        prefix: 0,
-        shared: 3,
-        own: 0,
-        identity: Identity::Plain,
-    }
+    Op::NewRequest { prefix: 0, shared: 3, own: 0, identity: Identity::Plain }
 }
 
 fn allocate(request: u8, num_new_tokens: u8) -> Op {
@@ -63,19 +55,11 @@ fn all_short_schedules_of_two_requests() {
         request(),
         allocate(0, 2),
         allocate(1, 1),
-        Op::Append {
-            request: 0,
-            count: 1,
-        },
+        Op::Append { request: 0, count: 1 },
         Op::Free { request: 0 },
         Op::Pop { request: 0 },
-        Op::FreeLease {
-            lease: 0,
-            through_manager: true,
-        },
-        Op::Evict {
-            blocks: vec![BlockChoice::Any(1)],
-        },
+        Op::FreeLease { lease: 0, through_manager: true },
+        Op::Evict { blocks: vec![BlockChoice::Any(1)] },
     ];
     for semantics in [Semantics::corrected(), Semantics::vllm_0_25_1()] {
         let sequences = explore(&config(false, semantics), &ops, &mut Vec::new());
@@ -89,29 +73,11 @@ fn all_short_uses_of_the_pool() {
     let ops = [
         request(),
         Op::GetNewBlocks { count: 2 },
-        Op::Touch {
-            blocks: vec![BlockChoice::Any(1)],
-        },
-        Op::FreeCounted {
-            blocks: held.clone(),
-        },
-        Op::FreeLease {
-            lease: 0,
-            through_manager: false,
-        },
-        Op::CacheFull {
-            request: 0,
-            start: 0,
-            blocks: held,
-            mask: None,
-            group: 0,
-        },
-        Op::CachePartial {
-            request: 0,
-            block: BlockChoice::HandedOut(0),
-            boundary: 2,
-            group: 0,
-        },
+        Op::Touch { blocks: vec![BlockChoice::Any(1)] },
+        Op::FreeCounted { blocks: held.clone() },
+        Op::FreeLease { lease: 0, through_manager: false },
+        Op::CacheFull { request: 0, start: 0, blocks: held, mask: None, group: 0 },
+        Op::CachePartial { request: 0, block: BlockChoice::HandedOut(0), boundary: 2, group: 0 },
         Op::Reset,
     ];
     for semantics in [Semantics::corrected(), Semantics::vllm_0_25_1()] {

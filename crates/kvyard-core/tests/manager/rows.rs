@@ -1,0 +1,207 @@
+//! Rows, plans, snapshots, the digest.
+
+use kvyard_core::block_table::RowEdit;
+use kvyard_core::{
+    AllocateSlots, AttentionKind, BlockId, GroupId, KVCacheManagerConfig, RequestRow,
+};
+
+use crate::harness::{Harness, NUM_BLOCKS, Options, full, numbers, of_kind};
+
+#[test]
+fn the_lowest_free_row_is_taken() {
+    let mut world = Harness::new(full(NUM_BLOCKS));
+    for (id, row) in [("A", 0), ("B", 1), ("C", 2)] {
+        world.start(id, 0..4);
+        assert_eq!(world.manager.request_row(id), Some(RequestRow(row)));
+    }
+    world.free("B");
+    world.free("A");
+    assert_eq!(world.manager.request_row("C"), Some(RequestRow(2)));
+    assert_eq!(world.manager.request_name(RequestRow(0)), None);
+    for (id, row) in [("D", 0), ("E", 1), ("F", 3)] {
+        world.start(id, 0..4);
+        assert_eq!(world.manager.request_row(id), Some(RequestRow(row)));
+        assert_eq!(world.manager.request_name(RequestRow(row)), Some(id));
+    }
+    assert_eq!(world.manager.num_tracked_requests(), 4);
+}
+
+#[test]
+fn a_refused_request_gets_no_row() {
+    let mut world = Harness::new(full(3));
+    world.add("A", 0..12);
+    assert_eq!(world.allocate("A", 12), None);
+    assert_eq!(world.manager.request_row("A"), None);
+}
+
+/// A hint only saves the look-up of the name.
+#[test]
+fn a_wrong_hint_does_no_harm() {
+    let mut world = Harness::new(full(NUM_BLOCKS));
+    world.start("A", 0..8);
+    world.start("B", 100..108);
+    for hint in [None, Some(RequestRow(0)), Some(RequestRow(1)), Some(RequestRow(77))] {
+        let blocks = world.manager.get_blocks("B", hint);
+        assert_eq!(numbers(blocks.ids()), [3, 4]);
+        assert!(world.manager.get_blocks("nobody", hint).is_empty());
+    }
+    world.manager.free("B", Some(RequestRow(0)));
+    assert_eq!(world.row("A"), [1, 2]);
+    assert_eq!(world.row("B"), []);
+}
+
+#[test]
+fn edits_tell_how_rows_changed() {
+    let config = KVCacheManagerConfig {
+        track_row_edits: true,
+        ..of_kind(AttentionKind::RSWA { rswa_window: 6 }, full(NUM_BLOCKS))
+    };
+    let mut world = Harness::new(config);
+    world.start("A", 0..10);
+    world.request("A").append_output_tokens(&(10..22).collect::<Vec<_>>());
+    world.allocate("A", 12);
+    world.request("A").append_output_tokens(&[22]);
+    world.allocate("A", 1);
+    world.free("A");
+    let (row, group) = (RequestRow(0), GroupId(0));
+    let expected = [
+        RowEdit::Append { row, group, start: 0, blocks: &[1, 2, 3].map(BlockId) },
+        RowEdit::Append { row, group, start: 3, blocks: &[4, 5, 6].map(BlockId) },
+        RowEdit::Null { row, group, start: 3, stop: 4 },
+        RowEdit::Clear { row },
+    ];
+    let edits = world.manager.row_edits_mut();
+    assert_eq!(edits.iter().collect::<Vec<_>>(), expected);
+    edits.clear();
+    assert_eq!(edits.iter().count(), 0);
+}
+
+#[test]
+fn hits_and_external_blocks_are_appended_too() {
+    let config = KVCacheManagerConfig { track_row_edits: true, ..full(NUM_BLOCKS) };
+    let mut world = Harness::new(config);
+    world.start("A", 0..4);
+    world.manager.row_edits_mut().clear();
+    world.add("B", 0..16);
+    let with = Options { hit: Some(world.lookup("B")), external: 4, ..Options::default() };
+    world.allocate_with("B", 8, with);
+    let mut mirrored = Vec::new();
+    for edit in world.manager.row_edits_mut().iter() {
+        let RowEdit::Append { start, blocks, .. } = edit else {
+            panic!("{edit:?}");
+        };
+        assert_eq!(start as usize, mirrored.len());
+        mirrored.extend(numbers(blocks));
+    }
+    assert_eq!(mirrored, [1, 2, 3, 4]);
+    assert_eq!(mirrored, world.row("B"));
+}
+
+#[test]
+fn without_a_reader_no_edit_is_kept() {
+    let mut world = Harness::new(full(NUM_BLOCKS));
+    world.start("A", 0..8);
+    world.free("A");
+    assert_eq!(world.manager.row_edits_mut().iter().count(), 0);
+}
+
+/// Two managers, one driven in parts with reads in between.
+#[test]
+fn a_plan_changes_nothing_until_it_is_applied() {
+    let (mut whole, mut parts) = (Harness::new(full(NUM_BLOCKS)), Harness::new(full(NUM_BLOCKS)));
+    for world in [&mut whole, &mut parts] {
+        world.start("A", 0..10);
+        world.free("A");
+        world.add("B", 0..20);
+    }
+    let (hit, other) = (whole.lookup("B"), parts.lookup("B"));
+    let call = parts.requests["B"].call(true);
+    let arguments = AllocateSlots {
+        num_new_computed_tokens: 8,
+        new_computed_blocks: Some(&other.blocks),
+        ..AllocateSlots::new(&call, 12)
+    };
+    let before = parts.manager.state_digest();
+    let plan = parts.manager.plan_allocate_slots(&arguments).unwrap();
+    assert!(plan.is_admitted());
+    parts.manager.reserve_allocate_slots(&plan).unwrap();
+    assert_eq!(parts.manager.state_digest(), before);
+    assert!(parts.manager.get_blocks("B", None).is_empty());
+    // A plan may be dropped, and made again.
+    let again = parts.manager.plan_allocate_slots(&arguments).unwrap();
+    let fresh = parts.manager.apply_allocate_slots(again).unwrap();
+    let with = Options { hit: Some(hit), ..Options::default() };
+    assert_eq!(whole.allocate_with("B", 12, with), Some(numbers(fresh.ids())));
+    assert_eq!(parts.manager.state_digest(), whole.manager.state_digest());
+    drop(plan);
+}
+
+#[test]
+fn a_refusal_is_a_plan_too() {
+    let mut world = Harness::new(full(3));
+    world.add("A", 0..12);
+    let call = world.requests["A"].call(true);
+    let arguments = AllocateSlots::new(&call, 12);
+    let plan = world.manager.plan_allocate_slots(&arguments).unwrap();
+    assert!(!plan.is_admitted());
+    world.manager.reserve_allocate_slots(&plan).unwrap();
+    assert!(world.manager.apply_allocate_slots(plan).is_none());
+}
+
+/// A snapshot is one: later changes do not show in it.
+#[test]
+fn get_blocks_is_a_snapshot() {
+    let mut world = Harness::new(full(NUM_BLOCKS));
+    world.start("A", 0..8);
+    let before = world.manager.get_blocks("A", None);
+    world.request("A").append_output_tokens(&[8]);
+    world.allocate("A", 1);
+    assert_eq!(numbers(before.ids()), [1, 2]);
+    assert_eq!(world.row("A"), [1, 2, 3]);
+    world.free("A");
+    assert_eq!(numbers(before.ids()), [1, 2]);
+}
+
+/// "Unchanged digest" says something only if every change shows in it.
+#[test]
+fn the_digest_sees_every_kind_of_change() {
+    let mut world = Harness::new(full(NUM_BLOCKS));
+    let mut seen = vec![world.manager.state_digest()];
+    let mut changed = |world: &Harness, what: &str| {
+        let digest = world.manager.state_digest();
+        assert!(!seen.contains(&digest), "{what} does not show in the digest");
+        seen.push(digest);
+    };
+    world.add("A", 0..8);
+    let with = Options { delay: true, ..Options::default() };
+    world.allocate_with("A", 8, with);
+    changed(&world, "an allocation");
+    world.cache("A", 8);
+    changed(&world, "a key");
+    world.take_events();
+    changed(&world, "taking events");
+    world.manager.take_new_block_ids();
+    changed(&world, "taking new ids");
+    world.manager.make_prefix_cache_stats();
+    changed(&world, "taking statistics");
+    let lease = world.manager.pool_mut().touch(&[BlockId(1)]).unwrap();
+    changed(&world, "a reference handed out");
+    world.manager.pool_mut().free(lease).unwrap();
+    world.manager.pool_mut().evict_blocks(&[BlockId(2)]).unwrap();
+    changed(&world, "an eviction");
+    world.free("A");
+    changed(&world, "a free");
+}
+
+/// ... and two equal histories have equal digests, whatever the pools are called.
+#[test]
+fn equal_histories_have_equal_digests() {
+    let run = || {
+        let mut world = Harness::new(full(NUM_BLOCKS));
+        world.start("A", 0..10);
+        world.free("A");
+        world.start("B", 0..12);
+        world.manager.state_digest()
+    };
+    assert_eq!(run(), run());
+}
