@@ -1,4 +1,4 @@
-"""kvyard and the reference model, driven side by side through random valid schedules.
+"""kvyard's manager and the reference model, driven side by side through random valid schedules.
 
 Every answer is compared, and after each step the whole visible state: free order, reference counts,
 keys, usage, events. The schedules keep the contract of a scheduler (what misuse does is the subject
@@ -7,8 +7,6 @@ of `test_misuse`).
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
 from typing import Any
 
 import kvyard
@@ -22,184 +20,19 @@ from hypothesis.stateful import (
 )
 
 from tests import helpers
-from tests.model import hashing as model_hashing
 from tests.model import manager as model_manager
-from tests.model import pool as model_pool
-
-FIELDS = [f.name for f in dataclasses.fields(model_hashing.Semantics)]
-ALGORITHMS = ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
-
-
-def named_semantics(name: str, flipped: str | None) -> kvyard.Semantics:
-    """One of the two semantics, perhaps with one field as in the other."""
-    names = ["corrected", "vllm_0_25_1"]
-    chosen: kvyard.Semantics = getattr(kvyard.Semantics, name)()
-    other = getattr(kvyard.Semantics, names[1 - names.index(name)])()
-    return chosen.replace(**{flipped: getattr(other, flipped)}) if flipped else chosen
-
-
-def semantics_of_model(semantics: kvyard.Semantics) -> model_hashing.Semantics:
-    """The same for the model."""
-    return model_hashing.Semantics(**{name: getattr(semantics, name) for name in FIELDS})
-
-
-def events_agree(ours: list[kvyard.KVCacheEvent], theirs: list[model_pool.Event]) -> None:
-    """Compare events; the order of several alias removals of one block is free."""
-    got = [helpers.event_as_dict(event) for event in ours]
-    alias = [event.get("alias", False) for event in theirs]
-    expected = [{k: v for k, v in event.items() if k != "alias"} for event in theirs]
-    assert sort_alias_runs(got, alias) == sort_alias_runs(expected, alias)
-
-
-def sort_alias_runs(events: list[dict[str, Any]], alias: list[bool]) -> list[dict[str, Any]]:
-    """Sort each run of events whose order is free."""
-    ordered: list[dict[str, Any]] = []
-    run: list[dict[str, Any]] = []
-    for event, is_alias in zip(events, alias, strict=True):
-        if is_alias:
-            run.append(event)
-            continue
-        ordered += [*sorted(run, key=repr), event]
-        run = []
-    return ordered + sorted(run, key=repr)
-
-
-def pools_agree(ours: kvyard.BlockPool, theirs: model_pool.BlockPool) -> None:
-    """Compare everything that a pool shows."""
-    assert helpers.free_order(ours) == theirs.free
-    assert ours.get_num_free_blocks() == ours.free_block_queue.num_free_blocks == len(theirs.free)
-    blocks = list(ours.blocks)
-    assert [b.ref_cnt for b in blocks] == [b.ref_cnt for b in theirs.blocks]
-    assert [b.block_hash for b in blocks] == [b.key for b in theirs.blocks]
-    assert [b.num_hash_tokens for b in blocks] == [b.key_tokens or None for b in theirs.blocks]
-    cached = ours.cached_block_hash_to_block
-    assert len(cached) == len(theirs.cached)
-    for key, copies in theirs.cached.items():
-        found = cached.get_one_block(key)
-        assert found is not None
-        assert found.block_id == copies[0]
-        assert all(cached.contain(key, block_id) for block_id in copies)
-    assert ours.get_usage() == theirs.usage()
-    assert ours.num_blocks_stored == theirs.num_blocks_stored
-    assert ours.num_blocks_removed == theirs.num_blocks_removed
-
-
-@dataclass
-class Twin:
-    """One request in both worlds."""
-
-    ours: kvyard.Request
-    theirs: model_hashing.Request
-    state: str = "waiting"  # waiting, loading, running
-    foreign: bool = False
-    """Whether the manager is shown a request of vLLM's kind."""
-
-    @property
-    def name(self) -> str:
-        return self.theirs.id
-
-    @property
-    def remaining(self) -> int:
-        return self.theirs.num_tokens - self.theirs.num_computed_tokens
-
-    @property
-    def shown(self) -> Any:
-        return helpers.ForeignRequest(self.ours) if self.foreign else self.ours
-
-    def set(self, **counters: Any) -> None:
-        for name, value in counters.items():
-            setattr(self.ours, name, value)
-            setattr(self.theirs, name, value)
-
-    def append(self, tokens: list[int]) -> None:
-        self.ours.append_output_token_ids(tokens)
-        self.theirs.append(tokens)
-        assert self.ours.block_hashes == self.theirs.hashes
-
-
-@dataclass
-class Extras:
-    """What besides its tokens decides about a request's blocks."""
-
-    lora: str | None = None
-    lora_path: str | None = None
-    salt: str | None = None
-    media: list[tuple[str, int, int]] = field(default_factory=list)
-
-
-@st.composite
-def prompts(draw: st.DrawFn) -> list[int]:
-    """Token lists that often share a prefix, up to 26 long."""
-    base = draw(st.sampled_from([0, 100]))
-    shared = draw(st.integers(0, 20))
-    own = draw(st.lists(st.integers(70_000, 70_003), min_size=0 if shared else 1, max_size=6))
-    return list(range(base, base + shared)) + own
-
-
-@st.composite
-def extras(draw: st.DrawFn) -> Extras:
-    """Mostly none."""
-    if draw(st.integers(0, 3)):
-        return Extras()
-    media, at = [], 0
-    for _ in range(draw(st.integers(0, 3))):
-        offset = at + draw(st.integers(0, 5))
-        length = draw(st.integers(1, 5))
-        media.append((draw(st.sampled_from(["image0", "image1"])), offset, length))
-        at = offset + length
-    lora = draw(st.sampled_from([None, "adapter", "tenant"]))
-    path = draw(st.sampled_from([None, "/first", "/second"])) if lora else None
-    return Extras(lora, path, draw(st.sampled_from([None, "", "tenant"])), media)
-
-
-def own_text(text: str) -> str:
-    """The text as an object of its own: pickle tells one object used twice from two equal ones."""
-    return text.encode().decode()
-
-
-def as_feature(identifier: str, offset: int, length: int) -> helpers.Media:
-    """A media item as vLLM's requests carry it."""
-    return helpers.Media(identifier, helpers.Placeholder(offset, length))
-
-
-class Requests:
-    """Makes requests in both worlds."""
-
-    def __init__(self, algorithm: str, hash_block_size: int, semantics: kvyard.Semantics) -> None:
-        self.size = hash_block_size
-        self.ours = helpers.make_hasher(hash_block_size, semantics, algorithm)
-        self.theirs = model_hashing.Hasher(algorithm, "0", semantics_of_model(semantics))
-        self.count = 0
-
-    def make(self, tokens: list[int], extra: Extras, skip_reading: bool = False) -> Twin:
-        self.count += 1
-        name = f"r{self.count}"
-        # Both worlds get the very same text objects, each used once.
-        lora = None if extra.lora is None else own_text(extra.lora)
-        salt = None if extra.salt is None else own_text(extra.salt)
-        media = [(own_text(text), offset, length) for text, offset, length in extra.media]
-        path = extra.lora_path
-        ours = kvyard.Request(
-            name,
-            tokens,
-            mm_features=[as_feature(*item) for item in media] or None,
-            lora_request=None if lora is None else helpers.Lora(lora, 7, path),
-            cache_salt=salt,
-            block_hasher=self.ours,
-            skip_reading_prefix_cache=skip_reading,
-        )
-        theirs = model_hashing.Request(
-            name,
-            tokens,
-            self.theirs,
-            self.size,
-            [model_hashing.MediaItem(*item) for item in media],
-            None if lora is None else model_hashing.Lora(lora, 7, path),
-            salt,
-            skip_reading,
-        )
-        assert ours.block_hashes == theirs.hashes
-        return Twin(ours, theirs)
+from tests.twins import (
+    ALGORITHMS,
+    Extras,
+    Requests,
+    Twin,
+    events_agree,
+    extras,
+    pools_agree,
+    prompts,
+    semantics_choices,
+    semantics_of_model,
+)
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -222,11 +55,7 @@ class ManagerMachine(RuleBasedStateMachine):
         eagle=st.sampled_from(["", "", "all", "flagged", "only flagged"]),
         events=st.booleans(),
         watermark=st.sampled_from([0.0, 0.0, 0.2]),
-        semantics=st.builds(
-            named_semantics,
-            st.sampled_from(["corrected", "vllm_0_25_1"]),
-            st.sampled_from([None, None, *FIELDS]),
-        ),
+        semantics=semantics_choices,
         algorithm=st.sampled_from(ALGORITHMS),
         foreign=st.sampled_from([False, False, True]),
     )
@@ -536,172 +365,4 @@ class ManagerMachine(RuleBasedStateMachine):
             self.take_events()
 
 
-class PoolMachine(RuleBasedStateMachine):
-    """A pool on its own, with masks and partial entries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twins: list[Twin] = []
-        self.tables: list[list[int]] = []
-        self.held: list[int] = []
-
-    @initialize(
-        num_blocks=st.integers(2, 16),
-        hash_block_size=st.integers(1, 3),
-        factor=st.integers(1, 3),
-        caching=st.sampled_from([True, True, True, False]),
-        semantics=st.builds(
-            named_semantics,
-            st.sampled_from(["corrected", "vllm_0_25_1"]),
-            st.sampled_from([None, None, *FIELDS]),
-        ),
-        algorithm=st.sampled_from(ALGORITHMS),
-    )
-    def build(
-        self,
-        num_blocks: int,
-        hash_block_size: int,
-        factor: int,
-        caching: bool,
-        semantics: kvyard.Semantics,
-        algorithm: str,
-    ) -> None:
-        self.hash_block_size, self.block_size = hash_block_size, hash_block_size * factor
-        self.caching = caching
-        self.requests = Requests(algorithm, hash_block_size, semantics)
-        self.ours = kvyard.BlockPool(
-            num_blocks,
-            caching,
-            hash_block_size,
-            True,
-            semantics=semantics,
-        )
-        self.theirs = model_pool.BlockPool(
-            num_blocks, caching, hash_block_size, True, semantics_of_model(semantics)
-        )
-
-    @precondition(lambda self: len(self.twins) < 4)
-    @rule(tokens=prompts(), extra=extras())
-    def arrive(self, tokens: list[int], extra: Extras) -> None:
-        """A request takes a table, perhaps with nulls in it."""
-        count = -(-len(tokens) // self.block_size)
-        if count > len(self.theirs.free):
-            return
-        blocks = self.ours.get_new_blocks(count)
-        ids = self.theirs.get_new_blocks(count)
-        assert helpers.ids_of(blocks) == ids
-        self.held += ids
-        self.twins.append(self.requests.make(tokens, extra))
-        self.tables.append(ids)
-
-    @precondition(lambda self: self.twins and self.caching)
-    @rule(data=st.data())
-    def cache_full(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.twins) - 1), label="request")
-        twin, table = self.twins[index], list(self.tables[index])
-        full = twin.theirs.num_tokens // self.block_size
-        start = data.draw(st.integers(0, full), label="from")
-        stop = data.draw(st.integers(start, full), label="to")
-        for position in data.draw(st.sets(st.integers(0, max(full - 1, 0)), max_size=2)):
-            if position < len(table):
-                table[position] = 0
-        mask = None
-        if data.draw(st.booleans(), label="masked"):
-            mask = [data.draw(st.booleans()) for _ in range(start, stop)]
-        for position in range(start, stop):
-            wanted = table[position] != 0 and (mask is None or mask[position - start])
-            block = self.theirs.blocks[table[position]]
-            covered = (position + 1) * self.block_size
-            if wanted and (block.ref_cnt == 0 or block.key_tokens >= covered):
-                return  # a misuse; not here
-        blocks = [self.ours.blocks[i] for i in table]
-        self.ours.cache_full_blocks(twin.ours, blocks, start, stop, self.block_size, 1, mask)
-        self.theirs.cache_full_blocks(twin.theirs, table, start, stop, self.block_size, 1, mask)
-
-    @precondition(lambda self: self.twins and self.caching)
-    @rule(data=st.data())
-    def cache_partial(self, data: st.DataObject) -> None:
-        index = data.draw(st.integers(0, len(self.twins) - 1), label="request")
-        twin, table = self.twins[index], self.tables[index]
-        boundaries = [
-            boundary
-            for boundary in range(
-                self.hash_block_size, twin.theirs.num_tokens + 1, self.hash_block_size
-            )
-            if boundary % self.block_size
-            and self.theirs.blocks[table[boundary // self.block_size]].ref_cnt
-        ]
-        if not boundaries:
-            return
-        boundary = data.draw(st.sampled_from(boundaries), label="boundary")
-        block_id = table[boundary // self.block_size]
-        if data.draw(st.integers(0, 9), label="null?") == 0:
-            block_id = 0
-        block = self.ours.blocks[block_id]
-        key = self.ours.cache_partial_block(twin.ours, block, boundary, 1, self.block_size)
-        assert key == self.theirs.cache_partial_block(
-            twin.theirs, block_id, boundary, 1, self.block_size
-        )
-
-    @precondition(lambda self: self.twins)
-    @rule(data=st.data(), group=st.integers(0, 1))
-    def look_up(self, data: st.DataObject, group: int) -> None:
-        twin = data.draw(st.sampled_from(self.twins))
-        for block_hash in twin.theirs.hashes:
-            found = self.ours.get_cached_block(block_hash, [group])
-            expected = self.theirs.lookup(block_hash, group)
-            assert (None if found is None else found[0].block_id) == expected
-            if expected is not None:
-                assert self.ours.get_cached_block(block_hash, [1 - group, group]) is None
-
-    @rule(data=st.data())
-    def touch(self, data: st.DataObject) -> None:
-        usable = [
-            i for i, b in enumerate(self.theirs.blocks) if i == 0 or b.ref_cnt or b.key is not None
-        ]
-        ids = data.draw(st.lists(st.sampled_from(usable), max_size=4))
-        self.ours.touch([self.ours.blocks[i] for i in ids])
-        self.theirs.touch(ids)
-        self.held += [i for i in ids if i]
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        ids = data.draw(st.permutations(self.held))
-        count = data.draw(st.integers(0, len(ids)))
-        ids, self.held = list(ids[:count]), list(ids[count:])
-        if data.draw(st.booleans(), label="null too"):
-            ids.insert(0, 0)
-        self.ours.free_blocks(self.ours.blocks[i] for i in ids)
-        self.theirs.free_blocks(ids)
-
-    @rule(data=st.data())
-    def take(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(0, len(self.theirs.free)))
-        ids = self.theirs.get_new_blocks(count)
-        assert helpers.ids_of(self.ours.get_new_blocks(count)) == ids
-        self.held += ids
-
-    @rule(data=st.data())
-    def evict(self, data: st.DataObject) -> None:
-        ids = data.draw(st.lists(st.integers(0, self.theirs.num_blocks - 1), max_size=4))
-        self.ours.evict_blocks(ids)
-        self.theirs.evict_blocks(ids)
-
-    @rule()
-    def reset(self) -> None:
-        assert self.ours.reset_prefix_cache() == self.theirs.reset_prefix_cache()
-
-    @rule()
-    def take_events(self) -> None:
-        events_agree(self.ours.take_events(), self.theirs.take_events())
-
-    @invariant()
-    def same_state(self) -> None:
-        if hasattr(self, "ours"):
-            self.ours.validate()
-            pools_agree(self.ours, self.theirs)
-
-
 TestManager = ManagerMachine.TestCase
-TestPool = PoolMachine.TestCase

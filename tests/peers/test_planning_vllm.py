@@ -261,7 +261,10 @@ def as_values(configs: Any) -> Any:
     return [
         (
             config.num_blocks,
-            [(t.size, list(t.shared_by), t.offset, t.block_stride) for t in config.kv_cache_tensors],
+            [
+                (t.size, list(t.shared_by), t.offset, t.block_stride)
+                for t in config.kv_cache_tensors
+            ],
             [
                 (list(g.layer_names), as_value(g.kv_cache_spec), g.is_eagle_group)
                 for g in config.kv_cache_groups
@@ -303,7 +306,12 @@ class Comparison:
             return error
         units = (plan.scheduler_block_size, plan.hash_block_size)
         configs = plan.kv_cache_configs
-        return as_values(configs), plan.max_model_len, units, (plan.num_tokens, plan.max_concurrency)
+        return (
+            as_values(configs),
+            plan.max_model_len,
+            units,
+            (plan.num_tokens, plan.max_concurrency),
+        )
 
     def theirs(self) -> Any:
         """The same of vLLM."""
@@ -327,9 +335,10 @@ class Comparison:
         return "\n".join([*kinds, f"{self.options}", f"{self.workers}", f"{self.memory}"])
 
 
-# vLLM stops here, but the configuration is sound: a worker without any layer, two kinds of
-# packed rows (an attribute is missing), a cache of no bytes (a division by zero).
-THEIR_STUMBLES = (AttributeError, ZeroDivisionError)
+# vLLM stops here, but the configuration is sound: two kinds of packed rows (an attribute is
+# missing), a cache of no bytes (a division by zero), hidden states alone (the least of nothing), a
+# worker without any layer (the last).
+THEIR_STUMBLES = ("AttributeError", "ZeroDivisionError", "empty sequence", "group_size must be")
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -341,7 +350,7 @@ def test_equal_to_vllm_where_it_has_a_result(seed: int) -> None:
         expected, got = case.theirs(), case.ours(VLLM)
         if isinstance(expected, Exception):
             seen[type(expected).__name__] += 1
-            sound = isinstance(expected, THEIR_STUMBLES) or "group_size" in str(expected)
+            sound = any(text in repr(expected) for text in THEIR_STUMBLES)
             assert sound or isinstance(got, Exception), f"{expected!r}\n{case}"
             continue
         seen["planned"] += 1
@@ -354,7 +363,15 @@ def test_equal_to_vllm_where_it_has_a_result(seed: int) -> None:
             assert got_units == expected_units, case
         assert got[:2] == expected[:2], case
         assert got[3] == expected[3], case
+    print(dict(seen))
     assert seen["planned"] > MODELS_PER_SEED // 4, seen
+
+
+# Kinds of which vLLM merges one into the other, according to which comes first.
+MERGED_BY_ORDER = (
+    {"FullAttentionSpec", "RSWASpec", "SinkFullAttentionSpec", "TQFullAttentionSpec"},
+    {"MLAAttentionSpec", "HiddenStateCacheSpec", "RSWASpec", "SinkFullAttentionSpec"},
+)
 
 
 @pytest.mark.parametrize("seed", range(100, 104))
@@ -370,10 +387,11 @@ def test_corrected_differs_only_where_it_says(seed: int) -> None:
         distinct = {repr(spec) for spec in case.model.values()}
         if len(kinds) < len(distinct) or case.options["disable_hybrid_kv_cache_manager"]:
             continue  # alike layers that differ in a field: what `group_merge` is about
-        if len(kinds & {"FullAttentionSpec", "RSWASpec", "SinkFullAttentionSpec"}) > 1:
+        if any(len(kinds & relatives) > 1 for relatives in MERGED_BY_ORDER):
             continue
         if case.options["auto_fit_max_model_len"]:
             continue  # the null block may cost a few tokens
         equal += 1
         assert got[0] == expected[0], case
+    print(equal)
     assert equal > MODELS_PER_SEED // 10

@@ -515,3 +515,47 @@ impl BlockPool {
         assert!((0.0..=1.0).contains(&self.usage()), "I13: usage {}", self.usage());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool() -> BlockPool {
+        let config = BlockPoolConfig {
+            num_blocks: 4,
+            enable_caching: true,
+            hash_block_size: 1,
+            enable_kv_cache_events: false,
+            semantics: Semantics::corrected(),
+        };
+        BlockPool::new(config, None).unwrap()
+    }
+
+    /// Epochs of blocks have 32 bits; a pool makes more changes than that.
+    #[test]
+    fn no_block_looks_unchanged_when_the_epoch_wraps() {
+        let block = BlockId(1);
+        let mut pool = pool();
+        pool.epoch = u64::from(u32::MAX) - 2;
+        let before = pool.epoch();
+        pool.begin_change();
+        pool.mark_lost(block, pool.relative_epoch());
+        let after = pool.epoch();
+        assert!(pool.changed_since(block, before));
+        assert!(!pool.changed_since(block, after));
+        assert!(!pool.changed_since(BlockId(2), before));
+        for _ in 0..4 {
+            pool.begin_change();
+            // Of snapshots before the wrap nothing is known any more: stale is safe.
+            assert!(pool.changed_since(block, before));
+        }
+        assert!(pool.epoch() > u64::from(u32::MAX));
+        let wrapped = pool.epoch();
+        assert!(!pool.changed_since(block, wrapped));
+        pool.begin_change();
+        pool.mark_lost(block, pool.relative_epoch());
+        assert!(pool.changed_since(block, wrapped));
+        assert!(!pool.changed_since(BlockId(2), wrapped));
+        assert!(pool.was_ever_allocated(BlockId(3)), "unknown counts as yes");
+    }
+}

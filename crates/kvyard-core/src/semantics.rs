@@ -7,6 +7,7 @@
 /// its invariants; `corrected()`, the default, differs only in the fields below. Other mixtures are
 /// allowed. A hasher and a manager of different semantics are refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(clippy::struct_excessive_bools, reason = "one switch a fault, each flipped alone")]
 pub struct Semantics {
     /// How extra keys (adapter, media, salt, embeddings) enter a block's hash.
     pub hash_domains: HashDomains,

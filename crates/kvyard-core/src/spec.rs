@@ -96,7 +96,7 @@ impl AttentionKind {
     }
 
     /// Whether a prefix of a hit is a hit: these groups are looked up first, and once.
-    pub(crate) fn is_full_attention(&self) -> bool {
+    pub(crate) fn is_full_attention(self) -> bool {
         matches!(
             self,
             Self::FullAttention
@@ -108,26 +108,26 @@ impl AttentionKind {
 
     /// Whether a lookup in such a group looks one block further for a drafter, and drops it. Mamba
     /// lookups cannot tell what the drop means, and chunked local ones find nothing behind it.
-    pub(crate) fn honours_eagle_drop(&self) -> bool {
+    pub(crate) fn honours_eagle_drop(self) -> bool {
         !matches!(self, Self::Mamba { .. } | Self::ChunkedLocalAttention { .. })
     }
 
     /// Whether the tokens of a block can be spread over context-parallel ranks and still be found.
-    fn supports_context_parallelism(&self) -> bool {
+    fn supports_context_parallelism(self) -> bool {
         self.is_full_attention()
     }
 
     /// Whether the group keeps only some blocks for reuse, so that a retention interval means
     /// something.
-    fn is_sparse(&self) -> bool {
+    fn is_sparse(self) -> bool {
         matches!(
             self,
             Self::SlidingWindow { .. } | Self::SlidingWindowMLA { .. } | Self::Mamba { .. }
         )
     }
 
-    fn check(&self, block_size: u32) -> Result<()> {
-        let (field, value) = match *self {
+    fn check(self, block_size: u32) -> Result<()> {
+        let (field, value) = match self {
             Self::RSWA { rswa_window } => ("rswa_window", rswa_window),
             Self::SlidingWindow { sliding_window } | Self::SlidingWindowMLA { sliding_window } => {
                 ("sliding_window", sliding_window)

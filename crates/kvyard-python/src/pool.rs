@@ -298,7 +298,9 @@ impl BlockPool {
         };
         let Some((lease, reversed)) = leased else {
             let ids = self.block_ids(ordered_blocks)?;
-            return self.shared.try_with(py, |core| core.pool_mut().free_counted(&ids));
+            return self.shared.try_with(py, |core| {
+                core.pool_mut().free_counted(&ids).map_err(|error| core.with_owners(error))
+            });
         };
         lease.release(|core_lease| {
             self.shared.with(py, |core| {

@@ -7,7 +7,7 @@ use std::sync::{Mutex, TryLockError};
 use std::time::Instant;
 
 use kvyard_core::event_log::EventLog;
-use kvyard_core::{BlockPool, KVCacheManager, Semantics};
+use kvyard_core::{BlockPool, KVCacheError, KVCacheManager, Semantics};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
@@ -32,6 +32,14 @@ impl Core {
         match self {
             Self::Pool(pool) => pool,
             Self::Manager(manager) => manager.pool_mut(),
+        }
+    }
+
+    /// An ownership error with the names of the requests that hold the block.
+    pub(crate) fn with_owners(&self, error: KVCacheError) -> KVCacheError {
+        match self {
+            Self::Pool(_) => error,
+            Self::Manager(manager) => manager.with_owners(error),
         }
     }
 

@@ -7,7 +7,6 @@ into groups of equal length. `Semantics.group_merge` decides what "alike" means.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from kvyard.errors import ConfigError, PlanningError
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvyard.planning.config import PlanningConfig
-
-_LOG = logging.getLogger(__name__)
 
 _Specs = dict[str, KVCacheSpec]
 
@@ -149,10 +146,6 @@ def _equal_groups(specs: _Specs, group_merge: GroupMerge) -> list[KVCacheGroupSp
     groups = []
     for layers in buckets.values():
         count = divide_up(len(layers), length)
-        unused = count * length - len(layers)
-        if unused:
-            share = unused / len(layers)
-            _LOG.warning("%d places without a layer waste up to %.2f%% memory", unused, share * 100)
         # Strides, not runs: every pipeline stage then has about as many layers of each group.
         groups += [_group(specs, layers[i::count], group_merge) for i in range(count)]
     return groups

@@ -175,7 +175,7 @@ impl KVCacheManager {
         }
         let freed = self.plan_release(call, row, &tokens, &mut plan.groups);
         let free = self.pool.num_free_blocks() as u64 + freed;
-        let demand = self.demand(call, &tokens, attaches_hits);
+        let demand = Self::demand(call, &tokens, attaches_hits);
         let predicted = self.num_blocks_to_allocate(call, row, &demand);
         let available = i128::from(free) - i128::from(call.reserved_blocks);
         if i128::from(predicted) + i128::from(watermark) > available {
@@ -290,7 +290,7 @@ impl KVCacheManager {
     }
 
     /// Step 7's demand: this step.
-    fn demand(&self, call: &AllocateSlots<'_>, tokens: &Tokens, attaches_hits: bool) -> Demand {
+    fn demand(call: &AllocateSlots<'_>, tokens: &Tokens, attaches_hits: bool) -> Demand {
         Demand {
             num_tokens: tokens.slots,
             num_tokens_main: tokens.main,

@@ -312,6 +312,36 @@ impl KVCacheManager {
         Ok(())
     }
 
+    /// Names the requests that hold the block of an ownership error, which the pool does not know.
+    #[must_use]
+    pub fn with_owners(&self, error: KVCacheError) -> KVCacheError {
+        let owners = |block: BlockId| {
+            let holds = |row| {
+                self.managers.iter().any(|group| self.tables.row(row, group.group()).contains(&block))
+            };
+            let names = self.requests.iter().filter(|(row, _)| holds(*row));
+            names.map(|(_, name)| format!("{name:?}")).collect::<Vec<_>>().join(", ")
+        };
+        match error {
+            KVCacheError::NotOwned { block, reason } => {
+                let names = owners(block);
+                let reason = if names.is_empty() {
+                    reason
+                } else {
+                    format!("request {names} holds it, and it is not handed out; free the request")
+                };
+                KVCacheError::NotOwned { block, reason }
+            }
+            KVCacheError::DoubleFree { block, times, handed_out, owner } => {
+                let names = owners(block);
+                let owner =
+                    if names.is_empty() { owner } else { format!(" (request {names} holds it too)") };
+                KVCacheError::DoubleFree { block, times, handed_out, owner }
+            }
+            other => other,
+        }
+    }
+
     fn forget(&mut self, row: RequestRow) {
         self.tables.clear(row);
         for manager in &mut self.managers {

@@ -67,7 +67,9 @@ impl KVCacheManager {
             digest.blocks(manager.new_block_ids());
             let mut hashes: Vec<_> = manager.step_hashes().collect();
             hashes.sort_unstable();
-            hashes.iter().for_each(|hash| digest.bytes(&hash.0));
+            for hash in hashes {
+                digest.bytes(&hash.0);
+            }
         }
         let stats = &self.prefix_cache_stats;
         for number in [

@@ -23,9 +23,12 @@ pub(crate) fn full(num_blocks: u32) -> KVCacheManagerConfig {
     }
 }
 
-pub(crate) fn of_kind(kind: AttentionKind, config: KVCacheManagerConfig) -> KVCacheManagerConfig {
-    let block_size = config.groups[0].spec.block_size;
-    KVCacheManagerConfig { groups: vec![KVCacheGroupSpec::new(kind, block_size)], ..config }
+pub(crate) fn of_kind(
+    kind: AttentionKind,
+    mut config: KVCacheManagerConfig,
+) -> KVCacheManagerConfig {
+    config.groups = vec![KVCacheGroupSpec::new(kind, config.groups[0].spec.block_size)];
+    config
 }
 
 /// As vLLM 0.25.1 decides.
@@ -80,7 +83,7 @@ impl Harness {
     }
 
     pub(crate) fn lookup(&mut self, id: &str) -> CacheHit {
-        self.manager.get_computed_blocks(&self.requests[id].call(true))
+        self.manager.lookup(&self.requests[id].call(true))
     }
 
     /// The tokens of a hit and its blocks.
@@ -96,23 +99,25 @@ impl Harness {
         new: u32,
         with: Options,
     ) -> Result<Option<Vec<u32>>> {
+        let Options { hit, lookahead, external, delay, must_fit, reserved, nothing_scheduled } =
+            with;
         let request = self.requests.get_mut(id).unwrap();
         let call = request.call(true);
-        let local = with.hit.as_ref().map_or(0, |hit| hit.num_tokens);
+        let local = hit.as_ref().map_or(0, |hit| hit.num_tokens);
         let fresh = self.manager.allocate_slots(&AllocateSlots {
             num_new_computed_tokens: local,
-            new_computed_blocks: with.hit.as_ref().map(|hit| &hit.blocks),
-            num_lookahead_tokens: with.lookahead,
-            num_external_computed_tokens: with.external,
-            delay_cache_blocks: with.delay,
-            full_sequence_must_fit: with.must_fit,
-            reserved_blocks: with.reserved,
-            has_scheduled_reqs: !with.nothing_scheduled,
+            new_computed_blocks: hit.as_ref().map(|hit| &hit.blocks),
+            num_lookahead_tokens: lookahead,
+            num_external_computed_tokens: external,
+            delay_cache_blocks: delay,
+            full_sequence_must_fit: must_fit,
+            reserved_blocks: reserved,
+            has_scheduled_reqs: !nothing_scheduled,
             ..AllocateSlots::new(&call, new)
         })?;
         self.manager.validate();
         if fresh.is_some() {
-            request.num_computed_tokens += local + with.external + new;
+            request.num_computed_tokens += local + external + new;
             request.status = RequestStatus::Running;
         }
         Ok(fresh.map(|fresh| numbers(fresh.ids())))

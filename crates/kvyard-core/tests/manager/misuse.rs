@@ -10,7 +10,8 @@ use crate::harness::{BLOCK_SIZE, Harness, NUM_BLOCKS, Options, full};
 fn refused_config(config: KVCacheManagerConfig) -> &'static str {
     match KVCacheManager::new(config, None) {
         Err(KVCacheError::Config { field, .. }) => field,
-        other => panic!("{other:?}"),
+        Err(other) => panic!("{other}"),
+        Ok(_) => "accepted",
     }
 }
 
@@ -49,14 +50,13 @@ fn rows_1_to_4_constructor_arguments() {
     assert_eq!(with(|config| config.dcp_world_size = 0), "dcp_world_size");
     assert_eq!(with(|config| config.max_model_len = 0), "max_model_len");
     assert_eq!(with(|config| config.groups[0].spec.block_size = 0), "block_size");
-    assert_eq!(with(|config| config.groups.clear()), "kv_cache_groups");
-    // Without caching any number of groups is fine.
-    let config = KVCacheManagerConfig {
-        groups: vec![KVCacheGroupSpec::new(AttentionKind::FullAttention, BLOCK_SIZE); 3],
-        enable_caching: false,
-        ..full(NUM_BLOCKS)
-    };
-    KVCacheManager::new(config, None).unwrap();
+    // Row 5: no group, and several of one specification, are fine.
+    let group = KVCacheGroupSpec::new(AttentionKind::FullAttention, BLOCK_SIZE);
+    for (count, enable_caching) in [(0, false), (0, true), (3, false), (3, true)] {
+        let groups = vec![group; count];
+        let config = KVCacheManagerConfig { groups, enable_caching, ..full(NUM_BLOCKS) };
+        KVCacheManager::new(config, None).unwrap();
+    }
 }
 
 /// Another request took the block in between, or it lost its key, or both.
@@ -365,7 +365,7 @@ fn row_38_a_keyed_block_of_a_row() {
         stop: 1,
         block_size: BLOCK_SIZE,
         group: kvyard_core::GroupId(0),
-        mask: None,
+        mask: kvyard_core::caching::BlockMask::All,
     };
     world.manager.pool_mut().cache_full_blocks(&span).unwrap();
     // Also with an empty hit, which some callers always pass.

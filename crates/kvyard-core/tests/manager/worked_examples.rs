@@ -322,49 +322,51 @@ fn rswa(num_blocks: u32) -> KVCacheManagerConfig {
     of_kind(AttentionKind::RSWA { rswa_window: 6 }, full(num_blocks))
 }
 
-/// Prompt 10, window 6, decoded token by token from 21 computed tokens on.
+/// Prompt 10, window 6. Without keys a released block is the next to be used.
 #[test]
 fn a_gap_opens_between_prompt_and_window() {
-    let mut world = Harness::new(rswa(8));
-    world.add("A", 0..10);
-    world.allocate("A", 10);
-    let mut rows = Vec::new();
-    let mut computed = 10;
+    let config = KVCacheManagerConfig { enable_caching: false, ..rswa(NUM_BLOCKS) };
+    let mut world = Harness::new(config);
+    world.start("A", 0..10);
+    world.request("A").append_output_tokens(&(10..32).collect::<Vec<_>>());
+    world.allocate("A", 11);
+    let skip = |world: &mut Harness, computed| {
+        world.manager.remove_skipped_blocks("A", None, computed, Some(10));
+        world.manager.validate();
+    };
+    skip(&mut world, 21);
+    assert_eq!(world.row("A"), [1, 2, 3, 4, 5, 6]);
+    skip(&mut world, 22);
+    assert_eq!(world.row("A"), [1, 2, 3, 0, 5, 6]);
+    skip(&mut world, 26);
+    assert_eq!(world.allocate("A", 7), Some(vec![5]));
+    assert_eq!(world.row("A"), [1, 2, 3, 0, 0, 6, 5]);
+    skip(&mut world, 30);
+    assert_eq!(world.allocate("A", 4), Some(vec![6]));
+    assert_eq!(world.row("A"), [1, 2, 3, 0, 0, 0, 5, 6]);
+    assert!(world.manager.take_new_block_ids().is_empty(), "R-SWA records no new ids");
+}
+
+#[test]
+fn what_was_cached_in_the_gap_can_still_be_found() {
+    let mut world = Harness::new(rswa(NUM_BLOCKS));
+    world.start("A", 0..10);
     for token in 10..31 {
         world.request("A").append_output_tokens(&[token]);
         world.allocate("A", 1);
-        // The call for one token saw all before it as computed.
-        rows.push((computed, world.row("A")));
-        computed += 1;
     }
-    let row = |at: u32| rows.iter().find(|(computed, _)| *computed == at).unwrap().1.clone();
-    assert_eq!(row(21), [1, 2, 3, 4, 5, 6]);
-    assert_eq!(row(22), [1, 2, 3, 0, 5, 6]);
-    assert_eq!(row(26)[..6], [1, 2, 3, 0, 0, 6]);
-    assert_eq!(row(30)[..6], [1, 2, 3, 0, 0, 0]);
-    // What was cached in the gap can still be found.
-    world.add("B", 0..17);
-    assert_eq!(world.hit("B").0, 16);
-    assert!(world.manager.take_new_block_ids().is_empty(), "R-SWA records no new ids");
+    // The call for the last token saw 30 as computed: 30 - 6 = 24 = position 6.
+    assert_eq!(world.row("A"), [1, 2, 3, 0, 0, 0, 7, 8]);
+    world.add("B", 0..25);
+    assert_eq!(world.hit("B"), (24, vec![1, 2, 3, 4, 5, 6]));
 }
 
 /// E5 of §2.3 for this kind: what no token reads is released also by a call that is then refused.
 #[test]
 fn a_refusal_keeps_the_release_and_nothing_else() {
+    // Prompt 4 = position 0; 22 - 6 = 16 = position 4: positions 1 to 3 are the gap.
     let mut world = Harness::new(rswa(7));
-    world.add("A", 0..23);
-    assert_eq!(world.allocate("A", 4).unwrap(), [1]);
-    // 22 tokens computed in six blocks, of which four are the prompt's of 4 tokens... by hand:
-    // prompt 4 = block 0; 22 - 6 = 16 = block 4; so positions 1 to 3 are the gap.
-    let request = kvyard_core::Request::new(
-        "P",
-        (0..4).collect(),
-        std::sync::Arc::default(),
-        world.requests["A"].hasher().cloned(),
-    );
-    world.free("A");
-    world.requests.insert("P", request);
-    world.allocate_all("P");
+    world.start("P", 0..4);
     world.request("P").append_output_tokens(&(4..22).collect::<Vec<_>>());
     assert_eq!(world.allocate("P", 18).unwrap().len(), 5);
     let row = world.row("P");

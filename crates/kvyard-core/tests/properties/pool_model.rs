@@ -172,7 +172,9 @@ impl PoolModel {
     fn evict(&mut self, blocks: &[BlockId]) -> bool {
         let all_exist = blocks.iter().all(|block| self.exists(*block));
         if all_exist {
-            blocks.iter().for_each(|block| self.drop_keys(*block));
+            for block in blocks {
+                self.drop_keys(*block);
+            }
         }
         all_exist
     }
@@ -269,7 +271,7 @@ impl PoolModel {
         let boundary = (num_tokens / self.hash_block_size) as usize;
         let hashes = request.block_hashes();
         if !self.exists(block)
-            || num_tokens % block_size == 0
+            || num_tokens.is_multiple_of(block_size)
             || boundary > hashes.len()
             || self.blocks[block.index()].references == 0
         {
