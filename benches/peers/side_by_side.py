@@ -17,9 +17,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BLOCK = 16
 now = time.perf_counter_ns
@@ -69,6 +72,7 @@ class Side:
         self.hasher = self.classes["get_request_block_hasher"](BLOCK, function)
 
     def manager(self, num_blocks: int, window: int | None = None) -> Any:
+        """Make a manager of one full-attention group, or of that and a sliding window."""
         spec = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1}
         specs = [self.classes["FullAttentionSpec"](**spec, dtype=self.classes["dtype"])]
         if window is not None:
@@ -89,6 +93,7 @@ class Side:
         )
 
     def request(self, tokens: list[int]) -> Any:
+        """Make a request with a name of its own."""
         self.count += 1
         return self.classes["Request"](
             request_id=f"r{self.count}",
@@ -100,6 +105,7 @@ class Side:
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
     generator = random.Random(seed)
     return [generator.randrange(128_000) for _ in range(count)]
 
@@ -198,31 +204,10 @@ def build(side: Side) -> Callable[[], float]:
 
 
 def memory() -> float:
-    """Resident growth for each of a million hashed blocks of kvyard, in bytes; a process of its own."""
-    script = """
-import array, os, kvyard
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-spec = kvyard.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=1, dtype="float32")
-config = kvyard.KVCacheConfig(1_000_001, [], [kvyard.KVCacheGroupSpec(["l"], spec)])
-hasher = kvyard.BlockHasher("sha256", bytes(32), 16)
-def fill(manager, blocks):
-    for i in range(blocks // 10_000):
-        request = kvyard.Request(f"r{i}", array.array("I", range(i * 160_000, (i + 1) * 160_000)), block_hasher=hasher)
-        assert manager.allocate_slots(request, 160_000) is not None
-        manager.free(request)
-small = kvyard.KVCacheManager(kvyard.KVCacheConfig(20_001, [], config.kv_cache_groups), max_model_len=200_000)
-fill(small, 20_000)
-before = resident()
-manager = kvyard.KVCacheManager(config, max_model_len=200_000)
-fill(manager, 1_000_000)
-assert manager.block_pool.num_blocks_stored == 1_000_000
-print((resident() - before) / 1_000_000)
-"""
-    output = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True
-    )
-    return float(output.stdout)
+    """What `benches/memory.py` prints, from a process of its own."""
+    script = Path(__file__).parents[1] / "memory.py"
+    output = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True)
+    return float(output.stdout.split()[0])
 
 
 MEASUREMENTS: list[tuple[str, Callable[[Side], Callable[[], float]], int, float]] = [

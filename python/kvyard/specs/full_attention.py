@@ -55,9 +55,6 @@ class FullAttentionSpec(AttentionSpec):
 
     kind: ClassVar[str] = "full_attention"
 
-    _merged_only_if_equal: ClassVar[tuple[str, ...]] = ()
-    """Fields of a subclass that vLLM compares when it merges layers."""
-
     head_size_v: int | None = None
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
@@ -119,8 +116,8 @@ class FullAttentionSpec(AttentionSpec):
         layers = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
         if len(layers) < len(specs) or any(isinstance(spec, MLAAttentionSpec) for spec in layers):
             raise ConfigError(f"layers of one group: {cls.__name__} does not merge with others")
-        if cls._merged_only_if_equal:
-            _require_all_equal(layers, cls._merged_only_if_equal)
+        if group_merge == "order_independent":
+            _require_all_equal(layers, ("retention",))
         window = _only_value(layers, "sliding_window")
         chunk = _only_value(layers, "attention_chunk_size")
         if group_merge == "order_independent":
@@ -138,6 +135,11 @@ class FullAttentionSpec(AttentionSpec):
 
 
 def _require_all_equal(specs: Sequence[KVCacheSpec], names: Sequence[str]) -> None:
+    """Check that all specs agree with the first in these attributes.
+
+    Raises:
+        ConfigError: They do not.
+    """
     for spec in specs[1:]:
         require_equal(specs[0], spec, names)
 
@@ -161,8 +163,6 @@ class TQFullAttentionSpec(FullAttentionSpec):
         tq_slot_size: Bytes per token and head for key and value together; 0 for the plain layout.
     """
 
-    _merged_only_if_equal: ClassVar[tuple[str, ...]] = ("tq_slot_size",)
-
     tq_slot_size: int = 0
 
     @property
@@ -171,6 +171,24 @@ class TQFullAttentionSpec(FullAttentionSpec):
         if self.tq_slot_size > 0:
             return self.block_size * self.num_kv_heads * self.tq_slot_size
         return super().real_page_size_bytes
+
+    @classmethod
+    def merge(
+        cls, specs: Sequence[KVCacheSpec], group_merge: GroupMerge = "order_independent"
+    ) -> KVCacheSpec:
+        """The spec of a group of layers; call it on the first spec's class.
+
+        Args:
+            specs: The layers' specs, at least one.
+            group_merge: Whose rule, as `Semantics.group_merge` names them.
+
+        Raises:
+            ConfigError: The layers cannot be one group.
+            PlanningError: Two windows or two chunk sizes are recorded in the layers.
+        """
+        merged = super().merge(specs, group_merge)
+        _require_all_equal(specs, ("tq_slot_size",))
+        return merged
 
 
 @dataclass(frozen=True)
@@ -268,8 +286,6 @@ class RSWASpec(FullAttentionSpec):
 
     kind: ClassVar[str] = "rswa"
 
-    _merged_only_if_equal: ClassVar[tuple[str, ...]] = ("rswa_window",)
-
     rswa_window: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -280,6 +296,23 @@ class RSWASpec(FullAttentionSpec):
         """
         super().__post_init__()
         require_positive(self, "rswa_window")
+
+    @classmethod
+    def merge(
+        cls, specs: Sequence[KVCacheSpec], group_merge: GroupMerge = "order_independent"
+    ) -> KVCacheSpec:
+        """The spec of a group of layers; call it on the first spec's class.
+
+        Args:
+            specs: The layers' specs, at least one.
+            group_merge: Whose rule, as `Semantics.group_merge` names them.
+
+        Raises:
+            ConfigError: The layers cannot be one group.
+            PlanningError: Two windows or two chunk sizes are recorded in the layers.
+        """
+        _require_all_equal(specs, ("rswa_window",))
+        return super().merge(specs, group_merge)
 
     def as_full_attention(self, block_size: int, group_merge: GroupMerge) -> KVCacheSpec:
         """Plain full attention, which keeps the gap as well; itself under "layer_order".
