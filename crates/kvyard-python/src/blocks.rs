@@ -1,5 +1,6 @@
 //! Blocks as Python sees them: one object a block and pool, snapshots of many, and the lease.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvyard_core::{BlockId, BlockLease as CoreLease, KVCacheBlocks as CoreBlocks};
@@ -7,8 +8,7 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PySlice, PyTuple};
 
-use crate::error::{DoubleFreeError, OrPython, invalid_argument};
-use crate::pool::BlockPool;
+use crate::error::{DoubleFreeError, ForeignBlockError, OrPython, invalid_argument};
 use crate::shared::Shared;
 
 /// One block. Its fields are read from the pool at each access; there is one object a block.
@@ -61,12 +61,64 @@ impl KVCacheBlock {
     }
 }
 
+/// The block objects of one pool, made when they are first asked for: one object a block.
+#[derive(Debug)]
+pub(crate) struct BlockObjects {
+    pub(crate) shared: Arc<Shared>,
+    objects: Mutex<HashMap<BlockId, Py<KVCacheBlock>>>,
+}
+
+impl BlockObjects {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, objects: Mutex::default() }
+    }
+
+    /// The object of a block.
+    pub(crate) fn block(&self, py: Python<'_>, block: BlockId) -> PyResult<Py<KVCacheBlock>> {
+        let mut objects = self.objects.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(object) = objects.get(&block) {
+            return Ok(object.clone_ref(py));
+        }
+        let object = Py::new(py, KVCacheBlock { shared: self.shared.clone(), block })?;
+        objects.insert(block, object.clone_ref(py));
+        Ok(object)
+    }
+
+    /// The objects of several blocks.
+    pub(crate) fn list<'py>(
+        &self,
+        py: Python<'py>,
+        ids: &[BlockId],
+    ) -> PyResult<Bound<'py, PyList>> {
+        let objects: Vec<_> =
+            ids.iter().map(|block| self.block(py, *block)).collect::<PyResult<_>>()?;
+        PyList::new(py, objects)
+    }
+
+    /// The id of a block object of this pool.
+    pub(crate) fn id(&self, object: &Bound<'_, PyAny>) -> PyResult<BlockId> {
+        let block = object.cast::<KVCacheBlock>()?.get();
+        if block.shared.pool_id != self.shared.pool_id {
+            return Err(ForeignBlockError::new_err(format!(
+                "block {} belongs to another pool (pool {}, this is pool {})",
+                block.block, block.shared.pool_id, self.shared.pool_id
+            )));
+        }
+        Ok(block.block)
+    }
+
+    /// The ids of several block objects of this pool.
+    pub(crate) fn ids(&self, objects: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
+        objects.try_iter()?.map(|object| self.id(&object?)).collect()
+    }
+}
+
 /// Blocks per group at one moment; never changes. What lookups and allocations return.
 #[pyclass(frozen, module = "kvyard._kvyard")]
 #[derive(Debug)]
 pub(crate) struct KVCacheBlocks {
     pub(crate) core: CoreBlocks,
-    pub(crate) pool: Py<BlockPool>,
+    pub(crate) objects: Arc<BlockObjects>,
 }
 
 impl KVCacheBlocks {
@@ -80,8 +132,7 @@ impl KVCacheBlocks {
     /// The blocks, a list a group.
     #[getter]
     fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let pool = self.pool.get();
-        let groups = self.group_ids().map(|ids| pool.block_list(py, ids));
+        let groups = self.group_ids().map(|ids| self.objects.list(py, ids));
         PyTuple::new(py, groups.collect::<PyResult<Vec<_>>>()?)
     }
 
@@ -113,7 +164,7 @@ impl KVCacheBlocks {
             ));
         }
         let ids = self.core.blocks(0);
-        self.pool.get().shared.with(py, |core| {
+        self.objects.shared.with(py, |core| {
             let prefix = core.pool().prefix_map();
             ids.iter().filter(|block| !prefix.is_cached(**block)).map(|block| block.0).collect()
         })
@@ -121,7 +172,7 @@ impl KVCacheBlocks {
 
     /// Ids of the blocks without a key, a list a group; null blocks are left out.
     fn get_unhashed_block_ids_all_groups(&self, py: Python<'_>) -> PyResult<Vec<Vec<u32>>> {
-        self.pool.get().shared.with(py, |core| {
+        self.objects.shared.with(py, |core| {
             let prefix = core.pool().prefix_map();
             let unhashed = |block: &&BlockId| !block.is_null() && !prefix.is_cached(**block);
             self.group_ids()
@@ -131,14 +182,14 @@ impl KVCacheBlocks {
     }
 
     /// A new object without blocks, for as many groups.
-    fn new_empty(&self, py: Python<'_>) -> Self {
+    fn new_empty(&self) -> Self {
         let core = CoreBlocks::empty(self.core.num_groups(), self.core.pool(), self.core.epoch());
-        Self { core, pool: self.pool.clone_ref(py) }
+        Self { core, objects: self.objects.clone() }
     }
 
-    fn __add__(&self, py: Python<'_>, other: &Self) -> PyResult<Self> {
+    fn __add__(&self, other: &Self) -> PyResult<Self> {
         let core = self.core.concat(&other.core).or_python()?;
-        Ok(Self { core, pool: self.pool.clone_ref(py) })
+        Ok(Self { core, objects: self.objects.clone() })
     }
 
     fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
@@ -172,17 +223,17 @@ pub(crate) struct BlockLease {
     pub(crate) lease: Mutex<Option<CoreLease>>,
     ids: Vec<BlockId>,
     ends: Vec<u32>,
-    pool: Py<BlockPool>,
+    objects: Arc<BlockObjects>,
     request_id: String,
 }
 
 impl BlockLease {
-    pub(crate) fn new(lease: CoreLease, pool: Py<BlockPool>, request_id: String) -> Self {
+    pub(crate) fn new(lease: CoreLease, objects: Arc<BlockObjects>, request_id: String) -> Self {
         Self {
             ids: lease.ids().to_vec(),
             ends: lease.group_ends().to_vec(),
             lease: Mutex::new(Some(lease)),
-            pool,
+            objects,
             request_id,
         }
     }
@@ -231,7 +282,7 @@ impl BlockLease {
     }
 
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        index_blocks(self.pool.get(), &self.ids, index)
+        index_blocks(&self.objects, &self.ids, index)
     }
 
     fn __iter__(slf: &Bound<'_, Self>) -> BlockLeaseIterator {
@@ -243,7 +294,7 @@ impl BlockLease {
     }
 
     fn __eq__(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<bool> {
-        self.pool.get().block_list(py, &self.ids)?.eq(other)
+        self.objects.list(py, &self.ids)?.eq(other)
     }
 
     fn __repr__(&self) -> String {
@@ -275,7 +326,7 @@ impl BlockLeaseIterator {
         };
         let at = if self.reversed { last } else { *next };
         *next += 1;
-        let block = lease.pool.get().block(py, lease.ids[at])?;
+        let block = lease.objects.block(py, lease.ids[at])?;
         Ok(Some(block.into_bound(py).into_any()))
     }
 
@@ -287,7 +338,7 @@ impl BlockLeaseIterator {
 
 /// `ids[index]` as a block, or as a list of blocks for a slice.
 pub(crate) fn index_blocks<'py>(
-    pool: &BlockPool,
+    objects: &BlockObjects,
     ids: &[BlockId],
     index: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
@@ -297,12 +348,12 @@ pub(crate) fn index_blocks<'py>(
         let picked: Vec<BlockId> = (0..span.slicelength)
             .map(|at| ids[(span.start + at.cast_signed() * span.step).cast_unsigned()])
             .collect();
-        return Ok(pool.block_list(py, &picked)?.into_any());
+        return Ok(objects.list(py, &picked)?.into_any());
     }
     let index: isize = index.extract()?;
     let at = if index < 0 { index + ids.len().cast_signed() } else { index };
     match usize::try_from(at).ok().and_then(|at| ids.get(at)) {
-        Some(block) => Ok(pool.block(py, *block)?.into_bound(py).into_any()),
+        Some(block) => Ok(objects.block(py, *block)?.into_bound(py).into_any()),
         None => Err(PyIndexError::new_err("block index out of range")),
     }
 }

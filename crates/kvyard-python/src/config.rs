@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
 use crate::convert::count;
-use crate::pool::config_error;
+use crate::error::config_error;
 
 /// A positive int; anything else is a configuration error.
 pub(crate) fn positive(field: &str, value: &Bound<'_, PyAny>) -> PyResult<u32> {

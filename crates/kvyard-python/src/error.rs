@@ -39,6 +39,11 @@ pub(crate) fn invalid_argument(argument: &'static str, reason: impl Into<String>
     to_python(&KVCacheError::argument(argument, reason))
 }
 
+/// A constructor's `ConfigError`.
+pub(crate) fn config_error(field: &str, reason: &str) -> PyErr {
+    ConfigError::new_err(format!("{field}: {reason}"))
+}
+
 /// `result?` with the error translated.
 pub(crate) trait OrPython<T> {
     /// The value, or the Python exception.

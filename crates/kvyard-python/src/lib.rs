@@ -1,5 +1,8 @@
 //! `kvyard._kvyard`: the core under vLLM's names. Arguments are converted before the manager's lock
 //! is taken and results after it is released, so nothing that can run Python happens inside.
+#![expect(clippy::trivially_copy_pass_by_ref, reason = "PyO3 methods take &self")]
+#![expect(clippy::needless_pass_by_value, reason = "PyO3 hands owned values to constructors")]
+#![expect(clippy::doc_markdown, reason = "these texts are Python docstrings")]
 
 mod blocks;
 mod config;

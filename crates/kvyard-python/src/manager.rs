@@ -10,7 +10,7 @@ use kvyard_core::{
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::blocks::{BlockLease, KVCacheBlocks, id_lists};
+use crate::blocks::{BlockLease, BlockObjects, KVCacheBlocks, id_lists};
 use crate::config::{config_count, groups, positive, positive_number};
 use crate::convert::count;
 use crate::error::OrPython;
@@ -99,6 +99,7 @@ fn default_block_sizes(groups: &[KVCacheGroupSpec], ranks: u32) -> (u32, u32) {
 #[derive(Debug)]
 pub(crate) struct KVCacheManager {
     shared: Arc<Shared>,
+    objects: Arc<BlockObjects>,
     /// Its blocks.
     #[pyo3(get)]
     block_pool: Py<BlockPool>,
@@ -128,16 +129,11 @@ impl KVCacheManager {
         if core.is_empty() {
             return Ok(self.empty_kv_cache_blocks.clone_ref(py));
         }
-        Py::new(py, KVCacheBlocks { core, pool: self.block_pool.clone_ref(py) })
+        Py::new(py, KVCacheBlocks { core, objects: self.objects.clone() })
     }
 
     fn with<R>(&self, py: Python<'_>, work: impl FnOnce(&mut CoreManager) -> R) -> PyResult<R> {
         self.shared.with(py, |core| work(core.manager()))
-    }
-
-    /// The hits of a call; the empty object is no hit at all.
-    fn hits<'a>(&self, blocks: Option<&'a Bound<'_, KVCacheBlocks>>) -> Option<&'a CoreBlocks> {
-        blocks.map(|blocks| &blocks.get().core).filter(|blocks| !blocks.is_empty())
     }
 }
 
@@ -213,12 +209,14 @@ impl KVCacheManager {
         let has_residency = residency.is_some();
         let core = CoreManager::new(config, residency).or_python()?;
         let (empty, watermark_blocks) = (core.empty_kv_cache_blocks(), core.watermark_blocks());
-        let shared = Arc::new(Shared::new(Core::Manager(core), has_residency));
-        let block_pool = Py::new(py, BlockPool::over(shared.clone(), metrics_collector))?;
-        let empty = KVCacheBlocks { core: empty, pool: block_pool.clone_ref(py) };
+        let shared = Arc::new(Shared::new(Core::Manager(Box::new(core)), has_residency));
+        let pool = BlockPool::over(shared.clone(), metrics_collector);
+        let objects = pool.objects.clone();
+        let empty = KVCacheBlocks { core: empty, objects: objects.clone() };
         Ok(Self {
             shared,
-            block_pool,
+            objects,
+            block_pool: Py::new(py, pool)?,
             empty_kv_cache_blocks: Py::new(py, empty)?,
             kv_cache_config: kv_cache_config.unbind(),
             enable_caching,
@@ -306,7 +304,6 @@ impl KVCacheManager {
         has_scheduled_reqs = true, num_in_flight_tokens = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's allocate_slots")]
-    #[expect(clippy::fn_params_excessive_bools, reason = "the signature of vLLM's allocate_slots")]
     fn allocate_slots(
         &self,
         request: &Bound<'_, PyAny>,
@@ -343,7 +340,7 @@ impl KVCacheManager {
                 row_hint,
                 num_new_tokens,
                 num_new_computed_tokens,
-                new_computed_blocks: self.hits(new_computed_blocks),
+                new_computed_blocks: new_computed_blocks.map(|blocks| &blocks.get().core),
                 num_lookahead_tokens,
                 num_external_computed_tokens,
                 num_encoder_tokens,
@@ -374,12 +371,12 @@ impl KVCacheManager {
         let written =
             num_written_tokens.map(|tokens| count("num_written_tokens", tokens)).transpose()?;
         RequestArgument::name(request)?.with(|name, row| {
-            self.shared.try_with(py, |core| match written {
-                Some(written) => core.manager().free_written(name, row, written),
-                None => {
-                    core.manager().free(name, row);
-                    Ok(())
+            self.shared.try_with(py, |core| {
+                if let Some(written) = written {
+                    return core.manager().free_written(name, row, written);
                 }
+                core.manager().free(name, row);
+                Ok(())
             })
         })
     }
@@ -392,7 +389,7 @@ impl KVCacheManager {
             let lease = self.with(py, |manager| manager.pop_blocks_for_free(name, row));
             (lease, name.to_owned())
         });
-        Ok(BlockLease::new(lease?, self.block_pool.clone_ref(py), name))
+        Ok(BlockLease::new(lease?, self.objects.clone(), name))
     }
 
     /// Gives popped blocks back, in the order that the semantics say.
@@ -494,11 +491,8 @@ impl KVCacheManager {
     /// A snapshot of the given blocks, one iterable a group; the empty object for no blocks at all.
     fn create_kv_cache_blocks(&self, blocks: &Bound<'_, PyAny>) -> PyResult<Py<KVCacheBlocks>> {
         let py = blocks.py();
-        let pool = self.block_pool.get();
-        let groups: Vec<Vec<BlockId>> = blocks
-            .try_iter()?
-            .map(|group| group?.try_iter()?.map(|block| pool.block_id(&block?)).collect())
-            .collect::<PyResult<_>>()?;
+        let groups: Vec<Vec<BlockId>> =
+            blocks.try_iter()?.map(|group| self.objects.ids(&group?)).collect::<PyResult<_>>()?;
         let epoch = self.with(py, |manager| manager.pool().epoch())?;
         let groups = groups.iter().map(Vec::as_slice);
         let blocks = CoreBlocks::from_groups(groups, self.shared.pool_id, epoch);

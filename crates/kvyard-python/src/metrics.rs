@@ -11,6 +11,7 @@ use crate::shared::Shared;
 /// The life of one sampled block, from allocation to re-allocation or eviction; seconds.
 #[pyclass(frozen, get_all, eq, module = "kvyard._kvyard")]
 #[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::struct_field_names, reason = "vLLM's names, with their unit")]
 pub(crate) struct KVCacheEvictionEvent {
     /// From allocation to eviction.
     lifetime_seconds: f64,

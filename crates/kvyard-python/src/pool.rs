@@ -1,7 +1,6 @@
 //! `kvyard.BlockPool` and the views that others reach into.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use kvyard_core::caching::{BlockMask, CacheFullBlocks};
 use kvyard_core::{BlockHash, BlockId, BlockPoolConfig, GroupId, NULL_BLOCK};
@@ -9,9 +8,9 @@ use pyo3::exceptions::PyAssertionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::blocks::{BlockLease, BlockLeaseIterator, KVCacheBlock, index_blocks};
+use crate::blocks::{BlockLease, BlockLeaseIterator, BlockObjects, KVCacheBlock, index_blocks};
 use crate::convert::{block_hash, count};
-use crate::error::{ConfigError, ForeignBlockError, OrPython, invalid_argument};
+use crate::error::{OrPython, invalid_argument};
 use crate::metrics::KVCacheMetricsCollector;
 use crate::request::RequestArgument;
 use crate::semantics::Semantics;
@@ -22,8 +21,7 @@ use crate::shared::{Core, Shared};
 #[derive(Debug)]
 pub(crate) struct BlockPool {
     pub(crate) shared: Arc<Shared>,
-    /// One object a block, made when it is first asked for.
-    objects: Mutex<HashMap<BlockId, Py<KVCacheBlock>>>,
+    pub(crate) objects: Arc<BlockObjects>,
     #[pyo3(get)]
     metrics_collector: Option<Py<KVCacheMetricsCollector>>,
 }
@@ -36,53 +34,17 @@ impl BlockPool {
         if let Some(collector) = &metrics_collector {
             collector.get().attach(&shared);
         }
-        Self { shared, objects: Mutex::default(), metrics_collector }
+        Self { objects: Arc::new(BlockObjects::new(shared.clone())), shared, metrics_collector }
     }
+}
 
-    /// The object of a block.
-    pub(crate) fn block(&self, py: Python<'_>, block: BlockId) -> PyResult<Py<KVCacheBlock>> {
-        let mut objects = self.objects.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(object) = objects.get(&block) {
-            return Ok(object.clone_ref(py));
-        }
-        let object = Py::new(py, KVCacheBlock { shared: self.shared.clone(), block })?;
-        objects.insert(block, object.clone_ref(py));
-        Ok(object)
-    }
-
-    pub(crate) fn block_list<'py>(
-        &self,
-        py: Python<'py>,
-        ids: &[BlockId],
-    ) -> PyResult<Bound<'py, PyList>> {
-        let objects: Vec<_> =
-            ids.iter().map(|block| self.block(py, *block)).collect::<PyResult<_>>()?;
-        PyList::new(py, objects)
-    }
-
-    /// The id of a block object of this pool.
-    pub(crate) fn block_id(&self, object: &Bound<'_, PyAny>) -> PyResult<BlockId> {
-        let block = object.cast::<KVCacheBlock>()?.get();
-        if block.shared.pool_id != self.shared.pool_id {
-            return Err(ForeignBlockError::new_err(format!(
-                "block {} belongs to another pool (pool {}, this is pool {})",
-                block.block, block.shared.pool_id, self.shared.pool_id
-            )));
-        }
-        Ok(block.block)
-    }
-
-    fn block_ids(&self, objects: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
-        objects.try_iter()?.map(|object| self.block_id(&object?)).collect()
-    }
-
-    fn key(&self, key: &[u8]) -> PyResult<(BlockHash, GroupId)> {
-        let Some((hash, group)) = key.split_last_chunk::<4>() else {
-            return Err(invalid_argument("key", "must be a block hash and a group id of 4 bytes"));
-        };
-        let group = group_id(i64::from(u32::from_be_bytes(*group)))?;
-        Ok((block_hash("key", hash)?, group))
-    }
+/// The hash and the group id of a key: four bytes at its end.
+fn split_key(key: &[u8]) -> PyResult<(BlockHash, GroupId)> {
+    let Some((hash, group)) = key.split_last_chunk::<4>() else {
+        return Err(invalid_argument("key", "must be a block hash and a group id of 4 bytes"));
+    };
+    let group = group_id(i64::from(u32::from_be_bytes(*group)))?;
+    Ok((block_hash("key", hash)?, group))
 }
 
 fn group_id(group: i64) -> PyResult<GroupId> {
@@ -123,7 +85,7 @@ impl BlockPool {
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
         let core = kvyard_core::BlockPool::new(config, residency).or_python()?;
-        let shared = Arc::new(Shared::new(Core::Pool(core), has_residency));
+        let shared = Arc::new(Shared::new(Core::Pool(Box::new(core)), has_residency));
         Ok(Self::over(shared, metrics_collector))
     }
 
@@ -154,7 +116,7 @@ impl BlockPool {
     /// The block that stands where there is no storage.
     #[getter]
     fn null_block(&self, py: Python<'_>) -> PyResult<Py<KVCacheBlock>> {
-        self.block(py, NULL_BLOCK)
+        self.objects.block(py, NULL_BLOCK)
     }
 
     /// All blocks, as a sequence; their objects are made on demand.
@@ -201,7 +163,7 @@ impl BlockPool {
         let complete = self
             .shared
             .with(py, |core| core.pool().get_cached_block(&hash, &groups, &mut found))?;
-        if complete { self.block_list(py, &found).map(Some) } else { Ok(None) }
+        if complete { self.objects.list(py, &found).map(Some) } else { Ok(None) }
     }
 
     /// Gives the blocks at positions `num_cached_blocks` to `num_full_blocks` of a row their keys.
@@ -221,7 +183,7 @@ impl BlockPool {
         block_mask: Option<Vec<bool>>,
     ) -> PyResult<()> {
         let py = request.py();
-        let row = self.block_ids(blocks)?;
+        let row = self.objects.ids(blocks)?;
         let (start, stop) = (
             count("num_cached_blocks", num_cached_blocks)?,
             count("num_full_blocks", num_full_blocks)?,
@@ -252,7 +214,7 @@ impl BlockPool {
         block_size: i64,
     ) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let py = request.py();
-        let block = self.block_id(block)?;
+        let block = self.objects.id(block)?;
         let num_tokens = count("num_tokens", num_tokens)?;
         let (block_size, group) = (count("block_size", block_size)?, group_id(kv_cache_group_id)?);
         let key = RequestArgument::new(request, &self.shared)?.with(|call, _| {
@@ -274,12 +236,12 @@ impl BlockPool {
     ) -> PyResult<Bound<'py, PyList>> {
         let wanted = count("num_blocks", num_blocks)? as usize;
         let lease = self.shared.try_with(py, |core| core.pool_mut().get_new_blocks(wanted))?;
-        self.block_list(py, &lease.dissolve())
+        self.objects.list(py, &lease.dissolve())
     }
 
     /// Takes a reference to each block, so that it cannot be evicted.
     fn touch(&self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
-        let ids = self.block_ids(blocks)?;
+        let ids = self.objects.ids(blocks)?;
         let lease = self.shared.try_with(blocks.py(), |core| core.pool_mut().touch(&ids))?;
         lease.dissolve();
         Ok(())
@@ -297,7 +259,7 @@ impl BlockPool {
             None
         };
         let Some((lease, reversed)) = leased else {
-            let ids = self.block_ids(ordered_blocks)?;
+            let ids = self.objects.ids(ordered_blocks)?;
             return self.shared.try_with(py, |core| {
                 core.pool_mut().free_counted(&ids).map_err(|error| core.with_owners(error))
             });
@@ -369,11 +331,6 @@ pub(crate) fn state_digest(py: Python<'_>, shared: &Shared) -> PyResult<String> 
     })
 }
 
-/// A constructor's `ConfigError`.
-pub(crate) fn config_error(field: &str, reason: &str) -> PyErr {
-    ConfigError::new_err(format!("{field}: {reason}"))
-}
-
 /// All blocks of a pool as a sequence.
 #[pyclass(frozen, sequence, module = "kvyard._kvyard")]
 #[derive(Debug)]
@@ -392,10 +349,14 @@ impl PoolBlocks {
         if let Ok(block) = index.extract::<u32>()
             && block < pool.shared.num_blocks
         {
-            return Ok(pool.block(index.py(), BlockId(block))?.into_bound(index.py()).into_any());
+            return Ok(pool
+                .objects
+                .block(index.py(), BlockId(block))?
+                .into_bound(index.py())
+                .into_any());
         }
         let ids: Vec<BlockId> = (0..pool.shared.num_blocks).map(BlockId).collect();
-        index_blocks(pool, &ids, index)
+        index_blocks(&pool.objects, &ids, index)
     }
 }
 
@@ -419,7 +380,7 @@ impl FreeBlockQueue {
         let pool = self.pool.get();
         let ids: Vec<BlockId> =
             pool.shared.with(py, |core| core.pool().free_blocks_in_order().collect())?;
-        pool.block_list(py, &ids)
+        pool.objects.list(py, &ids)
     }
 }
 
@@ -435,15 +396,15 @@ impl CachedBlocks {
     /// The earliest cached block of a key (hash and group id in 4 bytes), or None.
     fn get_one_block(&self, py: Python<'_>, key: &[u8]) -> PyResult<Option<Py<KVCacheBlock>>> {
         let pool = self.pool.get();
-        let (hash, group) = pool.key(key)?;
+        let (hash, group) = split_key(key)?;
         let found = pool.shared.with(py, |core| core.pool().prefix_map().get(&hash, group))?;
-        found.map(|block| pool.block(py, block)).transpose()
+        found.map(|block| pool.objects.block(py, block)).transpose()
     }
 
     /// Whether a block carries a key.
     fn contain(&self, py: Python<'_>, key: &[u8], block_id: i64) -> PyResult<bool> {
         let pool = self.pool.get();
-        let (hash, group) = pool.key(key)?;
+        let (hash, group) = split_key(key)?;
         let block = BlockId(count("block_id", block_id)?);
         pool.shared.with(py, |core| core.pool().prefix_map().contains(&hash, group, block))
     }

@@ -22,6 +22,7 @@ const NO_ROW: u32 = u32::MAX;
 /// A request: its tokens and block hashes in Rust, its counters for the scheduler that owns it.
 #[pyclass(frozen, module = "kvyard._kvyard")]
 #[derive(Debug)]
+#[expect(clippy::struct_field_names, reason = "vLLM's names")]
 pub(crate) struct Request {
     core: Mutex<CoreRequest>,
     /// The row at the manager that allocated last; checked by name before it is used.
@@ -405,13 +406,11 @@ impl<'a, 'py> RequestArgument<'a, 'py> {
 
     /// With everything, for hashing.
     pub(crate) fn with_content(request: &'a Bound<'py, PyAny>) -> PyResult<Self> {
-        match request.cast::<Request>() {
-            Ok(native) => Ok(Self::Native(native)),
-            Err(_) => {
-                let (foreign, _) = ForeignRequest::read(request, true, true)?;
-                Ok(Self::Foreign(Box::new(foreign)))
-            }
+        if let Ok(native) = request.cast::<Request>() {
+            return Ok(Self::Native(native));
         }
+        let (foreign, _) = ForeignRequest::read(request, true, true)?;
+        Ok(Self::Foreign(Box::new(foreign)))
     }
 
     /// For a call that needs a request's name only.

@@ -16,8 +16,8 @@ use crate::error::{OrPython, PoisonedError};
 /// A manager, or a pool on its own.
 #[derive(Debug)]
 pub(crate) enum Core {
-    Pool(BlockPool),
-    Manager(KVCacheManager),
+    Pool(Box<BlockPool>),
+    Manager(Box<KVCacheManager>),
 }
 
 impl Core {
@@ -176,7 +176,7 @@ mod tests {
             semantics: Semantics::default(),
         };
         let pool = BlockPool::new(config, None).unwrap();
-        let shared = Shared::new(Core::Pool(pool), false);
+        let shared = Shared::new(Core::Pool(Box::new(pool)), false);
         Python::initialize();
         Python::attach(|py| {
             assert_eq!(shared.run(py, |core| core.pool().num_blocks()), Ok(4));
