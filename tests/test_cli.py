@@ -352,7 +352,7 @@ def test_golden_with_differences(jobs: str, tmp_path: Path) -> None:
     scenario["ops"][0]["free"] += 1
     other = json.loads(lines[0])
     other["name"] = "other-000"
-    other["config"]["groups"][0]["kind"] = "mamba"
+    other["config"]["groups"][0]["kind"] = "hyper_attention"
     path = tmp_path / "golden.jsonl"
     path.write_text(json.dumps(scenario) + "\n" + json.dumps(other) + "\n")
     done = kvyard_command("golden", str(path), "--jobs", jobs)
@@ -360,7 +360,7 @@ def test_golden_with_differences(jobs: str, tmp_path: Path) -> None:
     *_, reason, closing = done.stdout.splitlines()
     assert "full-" in done.stdout
     assert "operation 0" in done.stdout
-    assert reason == "unsupported, 1 scenarios: groups of kind 'mamba' are not supported"
+    assert reason == "unsupported, 1 scenarios: groups of kind 'hyper_attention' are not supported"
     count = len(scenario["ops"])
     assert closing == f"1 scenarios, {count} operations, 1 differences, 1 unsupported"
 

@@ -410,7 +410,7 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any]]] = [
     ("watermark", {"watermark": float("nan")}),
     ("scheduler_block_size", {"scheduler_block_size": 6, "hash_block_size": 4}),  # 3
     ("scheduler_block_size", {"scheduler_block_size": 2, "hash_block_size": 2}),
-    ("hash_block_size", {"scheduler_block_size": 8, "hash_block_size": 8}),  # 4
+    ("block_size", {"scheduler_block_size": 8, "hash_block_size": 8}),  # 4
     ("hash_block_size", {"scheduler_block_size": 4, "hash_block_size": 2}),
     ("max_model_len", {"max_model_len": 0}),
     ("dcp_world_size", {"dcp_world_size": 0}),
@@ -424,12 +424,6 @@ def test_configuration(named: str, arguments: dict[str, Any]) -> None:
     config = helpers.cache_config(arguments.pop("num_blocks"), arguments.pop("spec"))
     with pytest.raises(kvyard.ConfigError, match=named):
         kvyard.KVCacheManager(config, **arguments)
-
-
-def test_several_groups_with_caching_are_refused_by_name() -> None:
-    config = helpers.cache_config(8, helpers.full(4), helpers.full(4))
-    with pytest.raises(kvyard.ConfigError, match="group"):
-        kvyard.KVCacheManager(config, 64)
 
 
 @pytest.mark.parametrize("rate", [0.0, -0.5, 1.5, float("nan")])  # 53

@@ -224,6 +224,16 @@ def test_parents_of_any_length_are_exact_or_refused(algorithm: str, size: int) -
 
 
 @pytest.mark.parametrize("algorithm", FUNCTIONS)
+def test_identity_of_bytes(algorithm: str) -> None:
+    """A bytes object that is used twice is written as a reference, also where it is the parent."""
+    function, other = kvyard.get_hash_fn_by_name(algorithm), bytes(bytearray(PARENT))
+    assert other is not PARENT
+    for extra in ((PARENT,), (other,), (other, other), (other, PARENT), (PARENT, "a", PARENT)):
+        value = (PARENT, (1, 2), extra)
+        assert function(value) == model.HASH_FUNCTIONS[algorithm](value)
+
+
+@pytest.mark.parametrize("algorithm", FUNCTIONS)
 def test_a_random_root_has_32_bytes_for_all_functions(algorithm: str) -> None:
     function, hashes = kvyard.get_hash_fn_by_name(algorithm), []
     parent = PARENT

@@ -24,6 +24,7 @@ and gives blocks back in an order that keeps shared prefixes longest::
     manager.free(request)
 """
 
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from kvyard._kvyard import (
@@ -36,6 +37,7 @@ from kvyard._kvyard import (
     KVCacheEvictionEvent,
     KVCacheManager,
     KVCacheMetricsCollector,
+    PoolBlocks,
     PrefixCacheStats,
     Request,
     Semantics,
@@ -157,3 +159,6 @@ try:
     __version__ = version("kvyard")
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
+
+Sequence.register(BlockLease)
+Sequence.register(PoolBlocks)

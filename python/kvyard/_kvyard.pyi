@@ -10,6 +10,7 @@ __all__ = [
     "BlockLease",
     "BlockLeaseIterator",
     "BlockPool",
+    "CacheHit",
     "CachedBlocks",
     "FreeBlockQueue",
     "HashFunction",
@@ -85,6 +86,12 @@ class Semantics:
     def media_cursor(self) -> Literal["last_item", "first_overlap"]:
         """Which media item incremental hashing starts from."""
     @property
+    def eagle_credit(self) -> bool:
+        """Whether an EAGLE group keeps its last block where a cached one past the cap proves it."""
+    @property
+    def eagle_retention(self) -> bool:
+        """Whether sparse retention keeps the block that the EAGLE drop consumes."""
+    @property
     def common_prefix(self) -> Literal["references", "row_membership"]:
         """What makes a block common: its reference count, or standing in every request's row."""
     @property
@@ -102,6 +109,15 @@ class Semantics:
     @property
     def gate_counts_lookahead(self) -> bool:
         """Whether `full_sequence_must_fit` counts look-ahead slots."""
+    @property
+    def planner_reserves_null(self) -> bool:
+        """Whether the memory check of a plan leaves room for the null block."""
+    @property
+    def group_merge(self) -> Literal["layer_order", "order_independent"]:
+        """Whether the order of layers decides how their specs merge into groups."""
+    @property
+    def align_prediction(self) -> Literal["estimate", "true_need"]:
+        """What admission of Mamba "align" groups rests on."""
     @property
     def computed_ids_under_cp(self) -> bool:
         """Whether `get_block_ids_for_computed_tokens` counts tokens over all ranks."""
@@ -716,6 +732,23 @@ class PrefixCacheStats:
         """Their tokens that were cached."""
 
 @final
+class CacheHit:
+    """What `KVCacheManager.lookup` found."""
+
+    @property
+    def blocks(self) -> KVCacheBlocks:
+        """The blocks per group; not pinned."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that need not be computed."""
+    @property
+    def num_uncached_common_prefix_tokens(self) -> int:
+        """By how much the deepest group's hit exceeded the agreed one, in tokens."""
+    @property
+    def epoch(self) -> int:
+        """The pool's state at the lookup."""
+
+@final
 class KVCacheManager:
     """Hands out KV-cache blocks to requests and finds prefixes that are cached already."""
 
@@ -736,6 +769,7 @@ class KVCacheManager:
         watermark: float = 0.0,
         semantics: Semantics = ...,
         track_new_blocks: bool = True,
+        retention_interval: int | None = None,
     ) -> Self:
         """Make a manager with an empty pool.
 
@@ -755,6 +789,9 @@ class KVCacheManager:
             watermark: Share of `num_blocks` kept free when a waiting request is admitted.
             semantics: Default `Semantics.corrected()`.
             track_new_blocks: False where nobody calls `take_new_block_ids`, which would grow.
+            retention_interval: Tokens between the boundaries at which window and Mamba groups stay
+                cached; 0 keeps the prompt's last one only, None all. vLLM reads it from
+                VLLM_PREFIX_CACHE_RETENTION_INTERVAL.
 
         Raises:
             ConfigError: Sizes do not divide, or a spec's kind is not supported; it is named.
@@ -801,6 +838,20 @@ class KVCacheManager:
         Returns:
             Blocks per group and the length in tokens.
         """
+    def lookup(self, request: _Request) -> CacheHit:
+        """As `get_computed_blocks`, with all that a lookup finds."""
+    def find_longest_cache_hit_per_group(
+        self, request: _Request, max_cache_hit_length: int
+    ) -> tuple[KVCacheBlocks, list[int]]:
+        """Each group's own longest hit, and its length in tokens per group.
+
+        Args:
+            request: The request.
+            max_cache_hit_length: Longest hit in tokens.
+        """
+    @property
+    def num_uncached_common_prefix_tokens(self) -> int:
+        """`CacheHit.num_uncached_common_prefix_tokens` of the last lookup."""
     def allocate_slots(
         self,
         request: _Request,
@@ -846,8 +897,14 @@ class KVCacheManager:
             StaleBlockError: The hit is out of date.
             ForeignBlockError: The hit is another manager's.
         """
-    def free(self, request: _Request) -> None:
-        """Release a request's blocks, tail first; an unknown request is no error."""
+    def free(self, request: _Request, num_written_tokens: int | None = None) -> None:
+        """Release a request's blocks, tail first; an unknown request is no error.
+
+        Args:
+            request: The request.
+            num_written_tokens: Tokens whose keys and values were really written; blocks beyond
+                them lose their keys. None means all.
+        """
     def pop_blocks_for_free(self, request: _Request) -> BlockLease:
         """Take a request out and hand its blocks to the caller, who gives them back later."""
     def free_popped(self, lease: BlockLease) -> None:

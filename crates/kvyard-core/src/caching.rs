@@ -311,21 +311,26 @@ impl BlockPool {
         if self.prefix.contains(&key.hash, key.group, block) {
             return Ok(Some(key));
         }
-        let (parent, start) = self.partial_parent(request, num_tokens, group);
+        let is_promoted =
+            self.prefix.primary(block).is_some_and(|old| old.covered_tokens < num_tokens);
+        // What a promoted block announced before is withdrawn first, so it is no ancestor.
+        let withdrawn = is_promoted.then_some(block);
+        let (parent, start) = self.partial_parent(request, num_tokens, group, withdrawn);
         self.check_content(request, start as usize..num_tokens as usize)?;
         self.prefix.reserve(1)?;
         let keys = self.prefix.num_keys_of(block) + 1;
         let tokens = (num_tokens - start) as usize;
         self.events.reserve(EventReserve { records: keys, hashes: keys, tokens })?;
         self.begin_change();
-        if self.prefix.primary(block).is_some_and(|old| old.covered_tokens < num_tokens) {
+        if is_promoted {
             self.mark_lost(block, self.relative_epoch());
             self.drop_keys(block);
         }
         self.insert_key(block, key);
         if let Some(content) = request.content.filter(|_| self.events.is_enabled()) {
             let span = start as usize..num_tokens as usize;
-            let cursor = if start > 0 && !content.keys.media().is_empty() { -1 } else { 0 };
+            let rule = self.config().semantics.media_cursor;
+            let cursor = content.keys.media_cursor_at(span.start, rule);
             self.events.add_stored(key.hash, content.keys, span.clone(), cursor);
             self.events.end_stored(&content, span, parent, num_tokens - start, group);
         }
@@ -371,6 +376,7 @@ impl BlockPool {
         request: &RequestCall<'_>,
         num_tokens: u32,
         group: GroupId,
+        withdrawn: Option<BlockId>,
     ) -> (Option<BlockHash>, u32) {
         let size = self.config().hash_block_size;
         let before = &request.block_hashes[..(num_tokens / size) as usize - 1];
@@ -380,7 +386,9 @@ impl BlockPool {
                 .iter()
                 .enumerate()
                 .rev()
-                .find(|(_, hash)| self.prefix.get(hash, group).is_some())
+                .find(|(_, hash)| {
+                    self.prefix.copies(hash, group).any(|copy| Some(copy) != withdrawn)
+                })
                 .map_or((None, 0), |(at, hash)| {
                     let boundary = u32::try_from(at + 1).expect("positions are below num_tokens");
                     (Some(*hash), boundary * size)

@@ -88,13 +88,11 @@ impl PrefixLookup<'_> {
 impl KVCacheCoordinator {
     /// Chooses by the configuration. Returns which groups a drafter reads.
     pub(crate) fn new(config: &KVCacheManagerConfig) -> (Self, Vec<bool>) {
-        // With a drafter and no group flagged, all groups count as flagged.
+        // A drafter reads the flagged groups; all of them, if there is one and none is flagged.
         let any_flagged = config.groups.iter().any(|group| group.is_eagle_group);
-        let mut eagle: Vec<bool> = config
-            .groups
-            .iter()
-            .map(|group| config.use_eagle && (group.is_eagle_group || !any_flagged))
-            .collect();
+        let all = config.use_eagle && !any_flagged;
+        let mut eagle: Vec<bool> =
+            config.groups.iter().map(|group| group.is_eagle_group || all).collect();
         if !config.enable_caching {
             return (Self::NoPrefixCache, eagle);
         }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvyard_core::{BlockId, BlockLease as CoreLease, KVCacheBlocks as CoreBlocks};
-use pyo3::exceptions::PyIndexError;
+use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PySlice, PyTuple};
 
@@ -285,6 +285,22 @@ impl BlockLease {
         index_blocks(&self.objects, &self.ids, index)
     }
 
+    /// The first position of a block.
+    fn index(&self, value: &Bound<'_, PyAny>) -> PyResult<usize> {
+        position(&self.objects, &self.ids, value)
+            .ok_or_else(|| PyValueError::new_err(format!("{value} is not in the lease")))
+    }
+
+    /// How often a block occurs; only the null block can occur more than once.
+    fn count(&self, value: &Bound<'_, PyAny>) -> usize {
+        let wanted = self.objects.id(value).ok();
+        self.ids.iter().filter(|block| Some(**block) == wanted).count()
+    }
+
+    fn __contains__(&self, value: &Bound<'_, PyAny>) -> bool {
+        position(&self.objects, &self.ids, value).is_some()
+    }
+
     fn __iter__(slf: &Bound<'_, Self>) -> BlockLeaseIterator {
         BlockLeaseIterator { lease: slf.clone().unbind(), reversed: false, next: Mutex::new(0) }
     }
@@ -334,6 +350,15 @@ impl BlockLeaseIterator {
         let next = *self.next.lock().unwrap_or_else(PoisonError::into_inner);
         self.lease.get().ids.len().saturating_sub(next)
     }
+}
+
+fn position(
+    objects: &BlockObjects,
+    ids: &[BlockId],
+    value: &Bound<'_, PyAny>,
+) -> Option<usize> {
+    let wanted = objects.id(value).ok()?;
+    ids.iter().position(|block| *block == wanted)
 }
 
 /// `ids[index]` as a block, or as a list of blocks for a slice.

@@ -198,7 +198,7 @@ fn known_spec(py: Python<'_>, class: &str) -> PyResult<(&'static KnownSpec, Vec<
     if let Some(known) = builtin(class) {
         return Ok((known, Vec::new()));
     }
-    let registry = py.import("kvyard.kv_cache_interface")?.getattr("REGISTERED_SPECS")?;
+    let registry = py.import("kvyard.specs.registry")?.getattr("registered_kv_cache_specs")?;
     let registered: Option<(String, Vec<String>)> =
         registry.call_method1("get", (class,))?.extract()?;
     if let Some((base, fields)) = registered

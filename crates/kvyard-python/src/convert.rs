@@ -81,24 +81,22 @@ pub(crate) fn block_hashes(values: &Bound<'_, PyAny>) -> PyResult<(Vec<BlockHash
     Ok((hashes, width))
 }
 
-/// Numbers the text objects of one request: one object, one number. Pickle writes the second use of
-/// an object as a reference, so identity decides the bytes that are hashed.
+/// Numbers the text and bytes objects of one request: one object, one number. Pickle writes the second
+/// use of an object as a reference, so identity decides the bytes that are hashed.
 #[derive(Default)]
 pub(crate) struct Identities {
-    seen: Vec<*const pyo3::ffi::PyObject>,
+    texts: Vec<*const pyo3::ffi::PyObject>,
+    bytes: Vec<*const pyo3::ffi::PyObject>,
 }
 
 impl Identities {
     pub(crate) fn text(&mut self, value: &Bound<'_, PyString>) -> PyResult<Text> {
-        let pointer = value.as_ptr().cast_const();
-        let known = self.seen.iter().position(|seen| *seen == pointer);
-        let identity = known.unwrap_or_else(|| {
-            self.seen.push(pointer);
-            self.seen.len() - 1
-        });
-        let identity = u32::try_from(identity)
-            .map_err(|_| invalid_argument("extra_keys", "too many text members"))?;
+        let identity = number(&mut self.texts, value.as_ptr().cast_const())?;
         Ok(Text { text: Arc::from(value.to_cow()?.as_ref()), identity })
+    }
+
+    pub(crate) fn bytes(&mut self, value: &Bound<'_, PyBytes>) -> PyResult<u32> {
+        number(&mut self.bytes, value.as_ptr().cast_const())
     }
 
     fn attribute(&mut self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Text> {
@@ -108,6 +106,17 @@ impl Identities {
         })?;
         self.text(value)
     }
+}
+
+fn number(
+    seen: &mut Vec<*const pyo3::ffi::PyObject>,
+    object: *const pyo3::ffi::PyObject,
+) -> PyResult<u32> {
+    let known = seen.iter().position(|other| *other == object).unwrap_or_else(|| {
+        seen.push(object);
+        seen.len() - 1
+    });
+    u32::try_from(known).map_err(|_| invalid_argument("extra_keys", "too many members"))
 }
 
 /// The parts of a request's extra keys, as the constructor of `Request` takes them.

@@ -163,7 +163,7 @@ impl<'py> Reader<'_, 'py> {
                 (PyString::new(py, &identifier.text), *offset).into_bound_py_any(py)
             }
             ExtraKey::PromptEmbeds { digest, .. } => Ok(PyBytes::new(py, digest).into_any()),
-            ExtraKey::Bytes(bytes) => Ok(PyBytes::new(py, bytes).into_any()),
+            ExtraKey::Bytes { bytes, .. } => Ok(PyBytes::new(py, bytes).into_any()),
         }
     }
 }

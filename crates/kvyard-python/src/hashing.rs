@@ -48,7 +48,7 @@ impl HashFunction {
             value.extract().map_err(|_| {
                 invalid_argument("value", "must be a str or a triple (bytes, token ids, extras)")
             })?;
-        self.digest(py, parent.as_bytes(), &tokens, extra_keys.as_ref())
+        self.digest(&parent, &tokens, extra_keys.as_ref())
     }
 
     fn __repr__(&self) -> String {
@@ -59,8 +59,7 @@ impl HashFunction {
 impl HashFunction {
     fn digest<'py>(
         self,
-        py: Python<'py>,
-        parent: &[u8],
+        parent: &Bound<'py, PyBytes>,
         tokens: &Bound<'py, PyAny>,
         extra_keys: Option<&Bound<'py, PyTuple>>,
     ) -> PyResult<Bound<'py, PyBytes>> {
@@ -69,23 +68,23 @@ impl HashFunction {
             .map(|token| token?.extract())
             .collect::<PyResult<Vec<i64>>>()
             .map_err(|_| invalid_argument("token_ids", "must be ints of 64 bits"))?;
-        let extra_keys = extra_keys.map(extra_key_members).transpose()?.unwrap_or_default();
-        let parent = block_hash("parent_block_hash", parent)?;
-        let hash = kvyard_core::hashing::hash_block_tokens(
-            self.0,
-            HashDomains::Bare,
-            &parent,
-            &tokens,
-            &extra_keys,
-            &mut Vec::new(),
-        );
-        Ok(PyBytes::new(py, &hash.0[..self.0.width()]))
+        let keys = extra_keys.map(|keys| extra_key_members(parent, keys)).transpose()?;
+        let keys = keys.unwrap_or_default();
+        let message =
+            self.0.encode_block_tokens(HashDomains::Bare, parent.as_bytes(), &tokens, &keys);
+        let hash = self.0.digest(message);
+        Ok(PyBytes::new(parent.py(), &hash.0[..self.0.width()]))
     }
 }
 
 /// Extra keys as somebody else made them: texts, bytes, (identifier, offset) pairs.
-fn extra_key_members(members: &Bound<'_, PyTuple>) -> PyResult<Vec<ExtraKey>> {
+fn extra_key_members(
+    parent: &Bound<'_, PyBytes>,
+    members: &Bound<'_, PyTuple>,
+) -> PyResult<Vec<ExtraKey>> {
     let mut identities = Identities::default();
+    // The parent comes first, so it gets the number that the core knows it by.
+    identities.bytes(parent)?;
     members
         .iter()
         .map(|member| {
@@ -93,7 +92,8 @@ fn extra_key_members(members: &Bound<'_, PyTuple>) -> PyResult<Vec<ExtraKey>> {
                 return Ok(ExtraKey::CacheSalt(identities.text(text)?));
             }
             if let Ok(bytes) = member.cast::<PyBytes>() {
-                return Ok(ExtraKey::Bytes(Arc::from(bytes.as_bytes())));
+                let identity = identities.bytes(bytes)?;
+                return Ok(ExtraKey::Bytes { bytes: Arc::from(bytes.as_bytes()), identity });
             }
             let pair: Result<(Bound<'_, PyString>, Bound<'_, PyInt>), _> = member.extract();
             let (identifier, offset) = pair.map_err(|_| {
@@ -113,16 +113,17 @@ fn extra_key_members(members: &Bound<'_, PyTuple>) -> PyResult<Vec<ExtraKey>> {
 #[pyo3(signature = (hash_function, parent_block_hash, curr_block_token_ids, extra_keys = None, none_hash = None))]
 pub(crate) fn hash_block_tokens<'py>(
     hash_function: HashFunction,
-    parent_block_hash: Option<&[u8]>,
+    parent_block_hash: Option<Bound<'py, PyBytes>>,
     curr_block_token_ids: &Bound<'py, PyAny>,
     extra_keys: Option<&Bound<'py, PyTuple>>,
-    none_hash: Option<&[u8]>,
+    none_hash: Option<Bound<'py, PyBytes>>,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let parent = parent_block_hash.filter(|parent| !parent.is_empty()).or(none_hash);
+    // An empty parent counts as none, as in vLLM.
+    let parent = parent_block_hash.filter(|parent| !parent.as_bytes().is_empty()).or(none_hash);
     let parent = parent.ok_or_else(|| {
         invalid_argument("parent_block_hash", "is missing, and no none_hash was given")
     })?;
-    hash_function.digest(curr_block_token_ids.py(), parent, curr_block_token_ids, extra_keys)
+    hash_function.digest(&parent, curr_block_token_ids, extra_keys)
 }
 
 /// What hashes the blocks of requests: a function, the root of the chain, tokens per block.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvyard_core::caching::{BlockMask, CacheFullBlocks};
 use kvyard_core::{BlockHash, BlockId, BlockPoolConfig, GroupId, NULL_BLOCK};
-use pyo3::exceptions::PyAssertionError;
+use pyo3::exceptions::{PyAssertionError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
@@ -77,7 +77,7 @@ impl BlockPool {
         let config = BlockPoolConfig {
             num_blocks: crate::config::positive("num_gpu_blocks", num_gpu_blocks)?,
             enable_caching,
-            hash_block_size: count("hash_block_size", hash_block_size)?,
+            hash_block_size: crate::config::positive_number("hash_block_size", hash_block_size)?,
             enable_kv_cache_events,
             semantics: semantics.0,
         };
@@ -357,6 +357,23 @@ impl PoolBlocks {
         }
         let ids: Vec<BlockId> = (0..pool.shared.num_blocks).map(BlockId).collect();
         index_blocks(&pool.objects, &ids, index)
+    }
+
+    /// The position of a block: its id.
+    fn index(&self, value: &Bound<'_, PyAny>) -> PyResult<u32> {
+        let found = self.pool.get().objects.id(value).ok();
+        found
+            .map(|block| block.0)
+            .ok_or_else(|| PyValueError::new_err(format!("{value} is not a block of this pool")))
+    }
+
+    /// 1 for a block of this pool, else 0.
+    fn count(&self, value: &Bound<'_, PyAny>) -> usize {
+        usize::from(self.__contains__(value))
+    }
+
+    fn __contains__(&self, value: &Bound<'_, PyAny>) -> bool {
+        self.pool.get().objects.id(value).is_ok()
     }
 }
 

@@ -294,12 +294,13 @@ impl Request {
     }
 
     /// Drops all tokens behind the first `num_tokens`, and the hashes that covered them.
-    fn truncate(&self, num_tokens: usize) -> PyResult<()> {
-        self.core().truncate(num_tokens).or_python()
+    fn truncate(&self, num_tokens: i64) -> PyResult<()> {
+        let kept = count("num_tokens", num_tokens)?;
+        self.core().truncate(kept as usize).or_python()
     }
 
     /// Continues a streaming session: outputs so far become prompt, `token_ids` follow, and media
-    /// items whose offsets count from the start of the request.
+    /// items whose offsets count from the first of them.
     #[pyo3(signature = (token_ids, mm_features = None))]
     fn extend_prompt(
         &self,

@@ -171,7 +171,26 @@ impl Semantics {
         if self.0 == Core::corrected() {
             return "Semantics.corrected()".to_owned();
         }
-        format!("{:?}", self.0)
+        let text = |name: &str, value: &str| format!("{name}={value:?}");
+        let flag =
+            |name: &str, value: bool| format!("{name}={}", if value { "True" } else { "False" });
+        let fields = [
+            text("hash_domains", self.hash_domains()),
+            text("media_cursor", self.media_cursor()),
+            flag("eagle_credit", self.eagle_credit()),
+            flag("eagle_retention", self.eagle_retention()),
+            text("common_prefix", self.common_prefix()),
+            text("removal_event", self.removal_event()),
+            text("sparse_store_event", self.sparse_store_event()),
+            text("deferred_free_order", self.deferred_free_order()),
+            text("stats_on", self.stats_on()),
+            flag("gate_counts_lookahead", self.gate_counts_lookahead()),
+            flag("planner_reserves_null", self.planner_reserves_null()),
+            text("group_merge", self.group_merge()),
+            text("align_prediction", self.align_prediction()),
+            flag("computed_ids_under_cp", self.computed_ids_under_cp()),
+        ];
+        format!("Semantics({})", fields.join(", ")).replace('"', "'")
     }
 }
 

@@ -17,14 +17,22 @@ import kvyard
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# The recording's layers: two KV heads of eight elements (MLA: one of sixteen), two bytes each.
+# The recording's layers: two KV heads of eight elements (MLA: one of sixteen), two bytes each; a
+# Mamba state of eight by eight elements.
 _ATTENTION: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": "bfloat16"}
 _MLA: dict[str, Any] = {"num_kv_heads": 1, "head_size": 16, "dtype": "bfloat16"}
+_MAMBA: dict[str, Any] = {"shapes": ((8, 8),), "dtypes": ("bfloat16",)}
 
 _SPEC_OF_KIND: dict[str, Callable[..., kvyard.KVCacheSpec]] = {
     "full_attention": lambda **fields: kvyard.FullAttentionSpec(**_ATTENTION, **fields),
     "mla_attention": lambda **fields: kvyard.MLAAttentionSpec(**_MLA, **fields),
     "rswa": lambda **fields: kvyard.RSWASpec(**_ATTENTION, **fields),
+    "sliding_window": lambda **fields: kvyard.SlidingWindowSpec(**_ATTENTION, **fields),
+    "chunked_local_attention": lambda **fields: kvyard.ChunkedLocalAttentionSpec(
+        **_ATTENTION, **fields
+    ),
+    "mamba": lambda **fields: kvyard.MambaSpec(**_MAMBA, **fields),
+    "cross_attention": lambda **fields: kvyard.CrossAttentionSpec(**_ATTENTION, **fields),
 }
 
 # Keys of an operation that are no arguments, and arguments whose names Python uses otherwise.
@@ -378,9 +386,6 @@ class _Replay:
 
 
 def _make_manager(config: dict[str, Any], semantics: kvyard.Semantics) -> kvyard.KVCacheManager:
-    arguments = dict(config["manager"])
-    if arguments.pop("retention_interval", None) is not None:
-        raise UnsupportedError("retention_interval is not supported")
     groups = []
     for number, recorded in enumerate(config["groups"]):
         fields = dict(recorded)
@@ -390,7 +395,7 @@ def _make_manager(config: dict[str, Any], semantics: kvyard.Semantics) -> kvyard
         spec = _SPEC_OF_KIND[kind](**fields)
         groups.append(kvyard.KVCacheGroupSpec([f"layer.{number}"], spec, is_eagle))
     cache = kvyard.KVCacheConfig(config["num_blocks"], [], groups)
-    return kvyard.KVCacheManager(cache, **arguments, semantics=semantics)
+    return kvyard.KVCacheManager(cache, **config["manager"], semantics=semantics)
 
 
 def _as_lists(ids: tuple[list[int], ...]) -> list[list[int]]:

@@ -55,13 +55,14 @@ class MambaSpec(KVCacheSpec):
         object.__setattr__(self, "dtypes", tuple(self.dtypes))
         if len(self.shapes) != len(self.dtypes):
             raise ConfigError(f"dtypes: {len(self.dtypes)} for {len(self.shapes)} states")
-        if self.page_size_bytes <= 0 or any(size <= 0 for shape in self.shapes for size in shape):
+        if not self.shapes or any(size <= 0 for shape in self.shapes for size in shape):
             raise ConfigError(f"shapes: {self.shapes} hold no state")
         if self.mamba_cache_mode not in _MAMBA_CACHE_MODES:
             known = ", ".join(_MAMBA_CACHE_MODES)
             raise ConfigError(f"mamba_cache_mode: {self.mamba_cache_mode!r} is none of {known}")
         if self.num_speculative_blocks < 0:
             raise ConfigError(f"num_speculative_blocks: {self.num_speculative_blocks} is negative")
+        _ = self.page_size_bytes  # raises where the padding is too small
 
     @property
     def page_size_bytes(self) -> int:

@@ -123,7 +123,7 @@ impl Encoder for CborEncoder<'_> {
         self.out.extend_from_slice(text.as_bytes());
     }
 
-    fn bytes(&mut self, bytes: &[u8]) {
+    fn bytes(&mut self, bytes: &[u8], _object: Object) {
         self.head(BYTES, bytes.len() as u64);
         self.out.extend_from_slice(bytes);
     }

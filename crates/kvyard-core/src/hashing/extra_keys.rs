@@ -4,7 +4,7 @@
 
 use super::{Encoder, Object};
 use crate::error::{KVCacheError, Result};
-use crate::semantics::HashDomains;
+use crate::semantics::{HashDomains, MediaCursor};
 use sha2::{Digest as _, Sha256};
 use std::ops::Range;
 use std::sync::Arc;
@@ -167,7 +167,13 @@ pub enum ExtraKey {
         mask: Option<Arc<[u8]>>,
     },
     /// A bytes member of extra keys that somebody else made; it has no domain, so no tag.
-    Bytes(Arc<[u8]>),
+    Bytes {
+        /// Its content.
+        bytes: Arc<[u8]>,
+        /// Equal numbers are the same Python object; [`PARENT_IDENTITY`](super::PARENT_IDENTITY) is
+        /// the parent hash.
+        identity: u32,
+    },
 }
 
 /// The names of the domains, as vLLM 0.33 writes them.
@@ -221,8 +227,8 @@ fn encode_bare<E: Encoder>(key: &ExtraKey, encoder: &mut E) {
             encoder.integer(*offset);
             encoder.end_tuple(2);
         }
-        ExtraKey::PromptEmbeds { digest, .. } => encoder.bytes(digest),
-        ExtraKey::Bytes(bytes) => encoder.bytes(bytes),
+        ExtraKey::PromptEmbeds { digest, .. } => encoder.bytes(digest, Object::Unshared),
+        ExtraKey::Bytes { bytes, identity } => encoder.bytes(bytes, Object::Bytes(*identity)),
     }
 }
 
@@ -233,7 +239,9 @@ fn encode_tagged<E: Encoder>(key: &ExtraKey, encoder: &mut E) {
         ExtraKey::CacheSalt(_) => (Domain::CacheSalt, 2),
         ExtraKey::PromptEmbeds { mask: None, .. } => (Domain::PromptEmbeds, 2),
         ExtraKey::PromptEmbeds { mask: Some(_), .. } => (Domain::PromptEmbeds, 3),
-        ExtraKey::Bytes(bytes) => return encoder.bytes(bytes),
+        ExtraKey::Bytes { bytes, identity } => {
+            return encoder.bytes(bytes, Object::Bytes(*identity));
+        }
     };
     encoder.begin_tuple(len);
     encoder.text(domain.name(), Object::Tag(domain));
@@ -251,12 +259,12 @@ fn encode_tagged<E: Encoder>(key: &ExtraKey, encoder: &mut E) {
         }
         ExtraKey::CacheSalt(salt) => encode_text(salt, encoder),
         ExtraKey::PromptEmbeds { digest, mask } => {
-            encoder.bytes(digest);
+            encoder.bytes(digest, Object::Unshared);
             if let Some(mask) = mask {
-                encoder.bytes(mask);
+                encoder.bytes(mask, Object::Unshared);
             }
         }
-        ExtraKey::Bytes(_) => {}
+        ExtraKey::Bytes { .. } => {}
     }
     encoder.end_tuple(len);
 }
@@ -352,6 +360,16 @@ impl ExtraKeySource {
     /// that starts there are complete. As many as there are items if none does.
     pub fn first_media_ending_after(&self, position: usize) -> usize {
         self.media_ends.partition_point(|&end| end <= position as u64)
+    }
+
+    /// The media item from which to look when the keys of a block are wanted that starts at `start`, and
+    /// none before it was looked at.
+    pub fn media_cursor_at(&self, start: usize, rule: MediaCursor) -> isize {
+        match rule {
+            _ if start == 0 || self.media.is_empty() => 0,
+            MediaCursor::LastItem => -1,
+            MediaCursor::FirstOverlap => self.first_media_ending_after(start).cast_signed(),
+        }
     }
 
     /// Appends the extra keys of the block at these token positions.

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::block_hash::BlockHash;
 use crate::error::{KVCacheError, Result};
-use crate::semantics::{MediaCursor, Semantics};
+use crate::semantics::Semantics;
 
 /// The block size of most engines, which has a loop of its own.
 const USUAL_SIZE: usize = 16;
@@ -66,7 +66,7 @@ impl BlockHasher {
     /// Appends the hashes of all blocks that are complete and have none yet.
     ///
     /// `hashes` holds those of the first blocks of the same tokens, from an earlier call. Under
-    /// [`MediaCursor::LastItem`] the result depends on how the work was split over calls.
+    /// [`MediaCursor::LastItem`](crate::semantics::MediaCursor::LastItem) the result depends on how the work was split over calls.
     pub fn extend(&self, tokens: &[u32], keys: &ExtraKeySource, hashes: &mut Vec<BlockHash>) {
         let complete = tokens.len() / self.hash_block_size;
         if complete <= hashes.len() {
@@ -129,7 +129,7 @@ impl BlockHasher {
     ) {
         let size = self.hash_block_size;
         let mut start = hashes.len() * size;
-        let mut cursor = self.first_cursor(start, source);
+        let mut cursor = source.media_cursor_at(start, self.semantics.media_cursor);
         let mut parent = hashes.last().copied().unwrap_or(self.none_hash);
         let mut keys = Vec::new();
         let mut scratch = Vec::new();
@@ -146,15 +146,6 @@ impl BlockHasher {
             );
             hashes.push(parent);
             start += size;
-        }
-    }
-
-    /// The media item from which to look when hashing goes on at `start`.
-    fn first_cursor(&self, start: usize, keys: &ExtraKeySource) -> isize {
-        match self.semantics.media_cursor {
-            _ if start == 0 => 0,
-            MediaCursor::LastItem => -1,
-            MediaCursor::FirstOverlap => keys.first_media_ending_after(start).cast_signed(),
         }
     }
 }

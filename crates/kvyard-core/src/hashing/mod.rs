@@ -145,6 +145,11 @@ impl HashAlgorithm {
         out
     }
 
+    /// The digest of a serialised value, whose bytes are used up.
+    pub fn digest(self, mut message: Vec<u8>) -> BlockHash {
+        digest_of(self, &mut message)
+    }
+
     fn encode(self, value: Value<'_>) -> Vec<u8> {
         let mut out = Vec::new();
         match self {
@@ -191,21 +196,28 @@ fn parent_len(width: usize, parent: &BlockHash) -> usize {
     if parent.0[width..].iter().all(|&byte| byte == 0) { width } else { parent.0.len() }
 }
 
-/// A Python object, as far as pickle asks whether two texts are the same one.
+/// A Python object, as far as pickle asks whether two texts or bytes are the same one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Object {
     /// [`Text::identity`].
     Text(u32),
     /// The name of a domain: one object however often it occurs.
     Tag(Domain),
+    /// The identity of a bytes member; the parent hash is [`PARENT_IDENTITY`].
+    Bytes(u32),
+    /// Never the same as another.
+    Unshared,
 }
+
+/// The identity of the parent hash among the bytes objects of a triple.
+pub const PARENT_IDENTITY: u32 = 0;
 
 /// Serialises one value, member by member, as Python's pickle or cbor2 would.
 trait Encoder {
     /// A str. Under pickle the second use of an object is written as a reference to the first.
     fn text(&mut self, text: &str, object: Object);
-    /// A bytes object; always one of its own.
-    fn bytes(&mut self, bytes: &[u8]);
+    /// A bytes object, with references as for texts.
+    fn bytes(&mut self, bytes: &[u8], object: Object);
     /// An int.
     fn integer(&mut self, value: i64);
     /// A tuple of ints.
@@ -302,7 +314,7 @@ fn encode_block<S: Serialisation, T: Copy + Into<i64>>(
     out.clear();
     let mut encoder = S::encoder(out);
     encoder.begin_tuple(3);
-    encoder.bytes(parent);
+    encoder.bytes(parent, Object::Bytes(PARENT_IDENTITY));
     encoder.integers(tokens);
     extra_keys::encode(extra_keys, domains, &mut encoder);
     encoder.end_tuple(3);

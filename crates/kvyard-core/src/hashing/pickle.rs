@@ -196,6 +196,24 @@ impl PickleEncoder<'_> {
         }
     }
 
+    /// Writes a text or bytes object, or a reference to it if it was written before.
+    fn object(&mut self, object: Object, opcodes: [u8; 3], content: &[u8]) {
+        self.object_starts();
+        let known = self.objects.iter().find(|(known, _)| *known == object);
+        if let Some(&(_, number)) = known.filter(|_| object != Object::Unshared) {
+            if let Ok(number) = u8::try_from(number) {
+                self.write(&[BINGET, number]);
+            } else {
+                self.write(&[LONG_BINGET]);
+                self.write(&number.to_le_bytes());
+            }
+            return;
+        }
+        self.sized(opcodes, content);
+        let number = self.memoise();
+        self.objects.push((object, number));
+    }
+
     /// Gives the object just written its number.
     fn memoise(&mut self) -> u32 {
         self.write(&[MEMOIZE]);
@@ -226,25 +244,11 @@ impl PickleEncoder<'_> {
 
 impl Encoder for PickleEncoder<'_> {
     fn text(&mut self, text: &str, object: Object) {
-        self.object_starts();
-        if let Some(&(_, number)) = self.objects.iter().find(|(known, _)| *known == object) {
-            if let Ok(number) = u8::try_from(number) {
-                self.write(&[BINGET, number]);
-            } else {
-                self.write(&[LONG_BINGET]);
-                self.write(&number.to_le_bytes());
-            }
-            return;
-        }
-        self.sized([SHORT_BINUNICODE, BINUNICODE, BINUNICODE8], text.as_bytes());
-        let number = self.memoise();
-        self.objects.push((object, number));
+        self.object(object, [SHORT_BINUNICODE, BINUNICODE, BINUNICODE8], text.as_bytes());
     }
 
-    fn bytes(&mut self, bytes: &[u8]) {
-        self.object_starts();
-        self.sized([SHORT_BINBYTES, BINBYTES, BINBYTES8], bytes);
-        self.memoise();
+    fn bytes(&mut self, bytes: &[u8], object: Object) {
+        self.object(object, [SHORT_BINBYTES, BINBYTES, BINBYTES8], bytes);
     }
 
     fn integer(&mut self, value: i64) {

@@ -317,7 +317,9 @@ impl KVCacheManager {
     pub fn with_owners(&self, error: KVCacheError) -> KVCacheError {
         let owners = |block: BlockId| {
             let holds = |row| {
-                self.managers.iter().any(|group| self.tables.row(row, group.group()).contains(&block))
+                self.managers
+                    .iter()
+                    .any(|group| self.tables.row(row, group.group()).contains(&block))
             };
             let names = self.requests.iter().filter(|(row, _)| holds(*row));
             names.map(|(_, name)| format!("{name:?}")).collect::<Vec<_>>().join(", ")
@@ -334,8 +336,11 @@ impl KVCacheManager {
             }
             KVCacheError::DoubleFree { block, times, handed_out, owner } => {
                 let names = owners(block);
-                let owner =
-                    if names.is_empty() { owner } else { format!(" (request {names} holds it too)") };
+                let owner = if names.is_empty() {
+                    owner
+                } else {
+                    format!(" (request {names} holds it too)")
+                };
                 KVCacheError::DoubleFree { block, times, handed_out, owner }
             }
             other => other,

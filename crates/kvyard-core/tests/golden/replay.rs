@@ -444,7 +444,7 @@ fn block_keys(keys: &[ExtraKey]) -> Value {
             json!(&**text)
         }
         ExtraKey::Media { identifier, offset } => json!([&*identifier.text, offset]),
-        ExtraKey::PromptEmbeds { .. } | ExtraKey::Bytes(_) => panic!("not in the recording"),
+        ExtraKey::PromptEmbeds { .. } | ExtraKey::Bytes { .. } => panic!("not in the recording"),
     };
     keys.iter().map(member).collect()
 }

@@ -59,6 +59,11 @@ def read_decoder(fields: ConfigFields, options: ModelOptions) -> ModelLayers:
     for i, kind in enumerate(_layer_types(fields)):
         spec = _spec(fields, kind, shape, model.block_size)
         model.kv_cache_specs[f"model.layers.{i}.self_attn.attn"] = spec
+    if any(isinstance(spec, ChunkedLocalAttentionSpec) for spec in model.kv_cache_specs.values()):
+        model.notes.append(
+            "vLLM 0.25.1 caches chunked layers in full, unless it is told otherwise by"
+            " VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1"
+        )
     return model
 
 
