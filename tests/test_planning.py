@@ -248,6 +248,15 @@ def test_deepseek_v4() -> None:
     assert not any(flagged)
 
 
+def test_deepseek_v4_counts_all_slots_in_every_group() -> None:
+    config = PlanningConfig(131_072, 8192)
+    groups = planning.get_kv_cache_groups(config, deepseek_v4())
+    blocks = [group.kv_cache_spec.max_blocks_per_request(config) for group in groups]
+    assert blocks == [512, 131, 131]
+    slots = 22 * (37_440 + 1_728)
+    assert planning.max_memory_usage_bytes(config, groups) == slots * (512 + 131 + 131)
+
+
 def test_deepseek_v4_pads_windows_to_a_latent_page() -> None:
     model = deepseek_v4()
     small = kvyard.SlidingWindowMLASpec(
@@ -274,6 +283,7 @@ def test_deepseek_v4_pads_windows_to_a_latent_page() -> None:
         ([12, 13], 12, 13),
         ([7, 7, 7], 7, 7),
         ([3, 4], 9, 9),
+        ([12, 18], 1, 6),
     ],
 )
 def test_approximate_gcd(values: list[int], lower_bound: int, divisor: int) -> None:
@@ -382,6 +392,20 @@ def test_units_follow_options() -> None:
     assert plan(model, 10, 8192, 2048, hash_block_size=8).hash_block_size == 8
     ranks = plan(layers((4, full())), 10, 8192, decode_context_parallel_size=2)
     assert (ranks.scheduler_block_size, ranks.hash_block_size) == (32, 32)
+
+
+def test_units_of_blocks_that_do_not_divide_each_other() -> None:
+    groups = [kvyard.KVCacheGroupSpec([str(n)], full(8, 128, n)) for n in (16, 24)]
+    units = planning.resolve_kv_cache_block_sizes(
+        kvyard.KVCacheConfig(10, [], groups), PlanningConfig(8192)
+    )
+    assert units == (48, 8)
+
+
+def test_states_in_blocks_of_their_own_are_hashed_whole() -> None:
+    model = layers((3, states(544, "all")), (1, full(8, 128, 272)))
+    got = plan(model, 20, 8192, block_size=272)
+    assert (got.scheduler_block_size, got.hash_block_size) == (544, 544)
 
 
 def test_one_group_of_enlarged_blocks_sets_the_units() -> None:

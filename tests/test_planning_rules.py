@@ -15,6 +15,7 @@ from tests.planning_models import (
     GIB,
     Layers,
     chunk,
+    cross,
     deepseek_v4,
     full,
     gemma,
@@ -302,6 +303,12 @@ def test_plain_layers_swallow_or_take_the_gap_under_layer_order() -> None:
 def test_each_layer_keeps_its_rule_in_any_order(specs: tuple[kvyard.KVCacheSpec, ...]) -> None:
     for model in orders(*specs):
         assert specs_of_layers(model) == model
+
+
+@pytest.mark.parametrize("semantics", [VLLM, CORRECTED])
+def test_encoder_outputs_share_no_table(semantics: kvyard.Semantics) -> None:
+    for model in orders(full(), cross()):
+        assert specs_of_layers(model, semantics=semantics, enable_prefix_caching=False) == model
 
 
 def test_one_table_keeps_the_gap_as_well() -> None:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import kvyard
 import pytest
-from kvyard.kv_cache_interface import get_kv_quant_mode, registered_kv_cache_specs
+from kvyard.kv_cache_interface import (
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+    get_kv_quant_mode,
+    registered_kv_cache_specs,
+)
 from kvyard.planning import PlanningConfig
 
 from tests.planning_models import chunk, cross, full, layers, mla, plan, rswa, sink, states, window
@@ -189,6 +194,20 @@ def test_kinds() -> None:
         kvyard.HiddenStateCacheSpec(16, 1, 8, "half"): "mla_attention",
     }
     assert all(spec.kind == kind for spec, kind in kinds.items())
+
+
+def test_kinds_as_events_report_them() -> None:
+    def wrapped(*specs: kvyard.KVCacheSpec) -> kvyard.KVCacheSpec:
+        return kvyard.UniformTypeKVCacheSpecs(16, layers(*((1, spec) for spec in specs)))
+
+    assert get_kv_cache_spec_kind(rswa(8)) == "full_attention"
+    assert get_kv_cache_spec_kind(sink(16)) == "sink_full_attention"
+    assert get_kv_cache_spec_kind(wrapped(full(8), rswa(8))) == "full_attention"
+    assert get_kv_cache_spec_kind(wrapped(full(8), mla(64, 16))) == "unknown"
+    assert get_kv_cache_spec_sliding_window(window(8)) == 8
+    assert get_kv_cache_spec_sliding_window(full(8, 128, 16, sliding_window=8)) is None
+    assert get_kv_cache_spec_sliding_window(wrapped(window(8), window(8, 4))) == 8
+    assert get_kv_cache_spec_sliding_window(wrapped(window(8), window(9))) is None
 
 
 # --- specs of a user's own

@@ -41,7 +41,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.twins: list[Twin] = []
-        self.leases: list[tuple[kvyard.BlockLease, list[int]]] = []
+        self.leases: list[tuple[kvyard.BlockLease, model_manager.Hits]] = []
         self.pins: list[int] = []
 
     @initialize(
@@ -104,16 +104,16 @@ class ManagerMachine(RuleBasedStateMachine):
             semantics=semantics,
         )
         group = model_manager.GroupSpec(kind, block_size, window, flagged)
+        sizes = model_manager.Sizes(max_model_len, self.block_size, max_model_len, width)
         self.theirs = model_manager.KVCacheManager(
             num_blocks,
             [group] if kind else [],
-            max_model_len,
+            sizes,
             self.block_size,
             semantics_of_model(semantics),
             caching,
             eagle == "all",
             events,
-            width,
             watermark,
         )
         self.foreign = foreign
@@ -259,9 +259,9 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         if deferred:
             lease = self.ours.pop_blocks_for_free(twin.shown)
-            ids = self.theirs.pop_blocks_for_free(twin.theirs)
-            assert helpers.ids_of(list(lease)) == ids
-            self.leases.append((lease, ids))
+            groups = self.theirs.pop_blocks_for_free(twin.theirs)
+            assert helpers.ids_of(list(lease)) == [i for row in groups for i in row]
+            self.leases.append((lease, groups))
         else:
             self.ours.free(twin.shown)
             self.theirs.free(twin.theirs)
@@ -277,14 +277,14 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), way=st.sampled_from(["lease", "reversed", "list"]))
     def give_back(self, data: st.DataObject, way: str) -> None:
         index = data.draw(st.integers(0, len(self.leases) - 1))
-        lease, ids = self.leases.pop(index)
+        lease, groups = self.leases.pop(index)
         if way == "lease":
             self.ours.free_popped(lease)
         elif way == "reversed":
             self.ours.block_pool.free_blocks(reversed(lease))
         else:
             self.ours.block_pool.free_blocks(list(lease)[::-1])
-        self.theirs.free_popped(ids)
+        self.theirs.free_popped(groups)
 
     # -- the rest of the surface
 

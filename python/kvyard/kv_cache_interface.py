@@ -27,7 +27,11 @@ from kvyard.specs.full_attention import (
 )
 from kvyard.specs.other import CrossAttentionSpec, EncoderOnlyAttentionSpec, MambaSpec
 from kvyard.specs.registry import register_kv_cache_spec, registered_kv_cache_specs
-from kvyard.specs.uniform import UniformTypeKVCacheSpecs
+from kvyard.specs.uniform import (
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
 from kvyard.specs.windowed import (
     ChunkedLocalAttentionSpec,
     SlidingWindowMLASpec,
@@ -58,6 +62,8 @@ __all__ = [
     "TQFullAttentionSpec",
     "UniformTypeKVCacheSpecs",
     "get_dtype_size",
+    "get_kv_cache_spec_kind",
+    "get_kv_cache_spec_sliding_window",
     "get_kv_quant_mode",
     "register_kv_cache_spec",
     "registered_kv_cache_specs",

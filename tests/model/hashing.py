@@ -19,24 +19,32 @@ LORA_TAG, MEDIA_TAG, SALT_TAG = "lora", "mm", "cache_salt"
 _VLLM_0_25_1 = {
     "hash_domains": "bare",
     "media_cursor": "last_item",
+    "eagle_credit": False,
+    "eagle_retention": False,
     "common_prefix": "references",
     "removal_event": "every_copy",
     "sparse_store_event": "one_per_call",
+    "deferred_free_order": "across_groups",
     "gate_counts_lookahead": False,
+    "align_prediction": "estimate",
     "computed_ids_under_cp": False,
 }
 
 
 @dataclass(frozen=True)
 class Semantics:
-    """The fields of `kvyard.Semantics` that one group can show, by the same names."""
+    """The fields of `kvyard.Semantics` that rows, hits and events show, by the same names."""
 
     hash_domains: str = "tagged"
     media_cursor: str = "first_overlap"
+    eagle_credit: bool = True
+    eagle_retention: bool = True
     common_prefix: str = "row_membership"
     removal_event: str = "last_copy"
     sparse_store_event: str = "one_per_run"
+    deferred_free_order: str = "group_by_group"
     gate_counts_lookahead: bool = True
+    align_prediction: str = "true_need"
     computed_ids_under_cp: bool = True
 
 
@@ -52,6 +60,11 @@ def require(condition: bool, message: str) -> None:
 def ceil_div(a: int, b: int) -> int:
     """Ceiling division."""
     return -(-a // b)
+
+
+def floor_to(a: int, b: int) -> int:
+    """The largest multiple of b that is at most a."""
+    return a - a % b
 
 
 def cbor(value: Any) -> bytes:

@@ -9,7 +9,8 @@ from tests.model.hashing import Request, Semantics, external_hash, make_key, req
 
 NULL = 0  # the null block: first one popped from the fresh queue, so always id 0 (manager 1.1)
 
-Row = list[int]  # the block table of one request
+Row = list[int]  # the block table of one request in one group
+Column = tuple[int, ...]  # the blocks of several groups at one position
 Event = dict[str, Any]
 
 
@@ -33,15 +34,18 @@ class BlockPool:
         hash_block_size: int,
         enable_events: bool,
         semantics: Semantics,
+        num_withdrawn: int = 0,
     ) -> None:
-        require(num_blocks > 0, "a pool needs at least the null block")
+        require(num_blocks > num_withdrawn, "a pool needs at least the null block")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.hash_block_size = hash_block_size
         self.enable_events = enable_events
         self.semantics = semantics
         self.blocks = [Block() for _ in range(num_blocks)]
-        self.free = list(range(1, num_blocks))  # manager 2.1: ascending, head first
+        # manager 2.1: ascending, head first; attention sinks keep the first for ever (groups 2.8).
+        self.num_withdrawn = num_withdrawn
+        self.free = list(range(1 + num_withdrawn, num_blocks))
         self.cached: dict[bytes, list[int]] = {}  # manager 4.1: copies in the order of insertion
         self.events: list[Event] = []
         self.num_blocks_stored = 0  # blocks that got a key
@@ -53,6 +57,12 @@ class BlockPool:
         """The earliest inserted copy (manager 4.2)."""
         copies = self.cached.get(make_key(block_hash, group_id))
         return copies[0] if copies else None
+
+    def lookup_column(self, block_hash: bytes, group_ids: list[int]) -> Column | None:
+        """One block a group; None if any group misses (manager 4.2)."""
+        found = [self.lookup(block_hash, group_id) for group_id in group_ids]
+        column = tuple(block_id for block_id in found if block_id is not None)
+        return column if len(column) == len(found) else None
 
     def cache_full_blocks(
         self,
@@ -265,8 +275,8 @@ class BlockPool:
             self._drop_keys(block_id)
 
     def reset_prefix_cache(self) -> bool:
-        """T13: only while nothing is held."""
-        if len(self.free) != self.num_blocks - 1:
+        """T13: only while nothing is held; sinks are no holders (manager 10, row 42)."""
+        if len(self.free) != self.num_blocks - 1 - self.num_withdrawn:
             return False
         self.cached = {}
         for block in self.blocks:
@@ -275,8 +285,9 @@ class BlockPool:
         return True
 
     def usage(self) -> float:
-        """manager 5."""
-        return 0.0 if self.num_blocks == 1 else 1.0 - len(self.free) / (self.num_blocks - 1)
+        """manager 5; what sinks keep is no request's (groups 2.8)."""
+        usable = self.num_blocks - 1 - self.num_withdrawn
+        return 0.0 if usable == 0 else 1.0 - len(self.free) / usable
 
     def evictable(self, block_ids: list[int]) -> int:
         """How many of these sit in the queue and would leave it when touched (groups 2.1.2)."""

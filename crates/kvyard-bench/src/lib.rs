@@ -105,7 +105,7 @@ impl Engine {
             decoding: (0..4096).map(|block| digest(u64::MAX / 8 + block)).collect(),
             num_decoded: 0,
         };
-        for _ in 0..num_prompts / 2 + 1 {
+        for _ in 0..=num_prompts / 2 {
             engine.prefill();
         }
         engine

@@ -63,6 +63,9 @@ pub struct BlockPool {
     num_blocks_removed: u64,
     /// Blocks 1 to this one belong to nobody's request for ever: the tokens of attention sinks.
     num_withdrawn: u32,
+    /// Positions looked up so far.
+    #[cfg(feature = "testing")]
+    num_probes: AtomicU64,
 }
 
 impl BlockPool {
@@ -100,6 +103,8 @@ impl BlockPool {
             num_blocks_stored: 0,
             num_blocks_removed: 0,
             num_withdrawn: 0,
+            #[cfg(feature = "testing")]
+            num_probes: AtomicU64::new(0),
         })
     }
 
@@ -261,6 +266,9 @@ impl BlockPool {
         groups: &[GroupId],
         found: &mut Vec<BlockId>,
     ) -> bool {
+        // One thread at a time: a plain increment, not a locked one.
+        #[cfg(feature = "testing")]
+        self.num_probes.store(self.num_probes() + 1, Ordering::Relaxed);
         let before = found.len();
         for group in groups {
             if let Some(block) = self.prefix.get(hash, *group) {
@@ -271,6 +279,12 @@ impl BlockPool {
             }
         }
         true
+    }
+
+    /// How many positions were ever looked up with `get_cached_block`: what lookups cost.
+    #[cfg(feature = "testing")]
+    pub fn num_probes(&self) -> u64 {
+        self.num_probes.load(Ordering::Relaxed)
     }
 
     // --------------------------------------------------------------------------------- prefix cache

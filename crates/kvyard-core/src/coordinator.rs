@@ -101,9 +101,10 @@ impl KVCacheCoordinator {
         }
         let buckets = Hybrid::buckets(config, &mut eagle);
         let hybrid = Hybrid {
+            // Groups of one spec are found as one group is, which gets no credit.
+            eagle_credit: config.semantics.eagle_credit && buckets.len() > 1,
             buckets,
             scheduler_block_size: config.scheduler_block_size,
-            eagle_credit: config.semantics.eagle_credit,
         };
         (Self::Hybrid(hybrid), eagle)
     }

@@ -38,7 +38,7 @@ pub struct PrefixMap {
     first_copy: HashTable<u32>,
     num_blocks: u32,
     // One element an entry. Arrays of integers, so that a fresh map costs no page until it is used.
-    hash: Vec<[u8; 32]>,
+    hash: Vec<Words>,
     /// Group + 1; 0: the entry has no key.
     group_tag: Vec<u16>,
     covered_tokens: Vec<u32>,
@@ -55,25 +55,33 @@ pub struct PrefixMap {
 /// The largest group id that can be keyed.
 pub const MAX_GROUP: u32 = u16::MAX as u32 - 1;
 
+/// A block hash as the map keeps it. Not as bytes: the standard library asks the system for zeroed
+/// pages only for arrays of up to 16 elements, and writes longer ones itself.
+type Words = [u64; 4];
+
 #[inline]
-fn table_hash(hash: &[u8; 32], group_tag: u16) -> u64 {
-    // Digests are uniform, but hashes may come from elsewhere: fold all 32 bytes.
-    let word = |at: usize| {
-        u64::from_le_bytes([
-            hash[at],
-            hash[at + 1],
-            hash[at + 2],
-            hash[at + 3],
-            hash[at + 4],
-            hash[at + 5],
-            hash[at + 6],
-            hash[at + 7],
-        ])
-    };
-    let folded = word(0)
-        ^ word(8).rotate_left(16)
-        ^ word(16).rotate_left(32)
-        ^ word(24).rotate_left(48)
+fn words(hash: &BlockHash) -> Words {
+    let (chunks, _) = hash.0.as_chunks();
+    [chunks[0], chunks[1], chunks[2], chunks[3]].map(u64::from_ne_bytes)
+}
+
+#[inline]
+fn block_hash(words: &Words) -> BlockHash {
+    let mut hash = BlockHash([0; 32]);
+    let (chunks, _) = hash.0.as_chunks_mut();
+    for (chunk, word) in chunks.iter_mut().zip(words) {
+        *chunk = word.to_ne_bytes();
+    }
+    hash
+}
+
+#[inline]
+fn table_hash(hash: &Words, group_tag: u16) -> u64 {
+    // Digests are uniform, but hashes may come from elsewhere: fold all of it.
+    let folded = hash[0]
+        ^ hash[1].rotate_left(16)
+        ^ hash[2].rotate_left(32)
+        ^ hash[3].rotate_left(48)
         ^ u64::from(group_tag).rotate_left(24);
     let product = u128::from(folded) * 0x9e37_79b9_7f4a_7c15;
     #[expect(clippy::cast_possible_truncation, reason = "folding the product is the point")]
@@ -88,7 +96,7 @@ impl PrefixMap {
         Self {
             first_copy: HashTable::new(),
             num_blocks,
-            hash: vec![[0; 32]; entries],
+            hash: vec![[0; 4]; entries],
             group_tag: vec![0; entries],
             covered_tokens: vec![0; entries],
             younger: vec![0; entries],
@@ -115,7 +123,7 @@ impl PrefixMap {
     /// The earliest inserted copy.
     #[inline]
     pub fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
-        self.find(hash, tag(group)).map(|entry| self.block_of(entry))
+        self.find(&words(hash), tag(group)).map(|entry| self.block_of(entry))
     }
 
     /// Whether the block carries this key, as its primary or as an alias.
@@ -125,7 +133,7 @@ impl PrefixMap {
 
     /// The blocks that carry a key, earliest first.
     pub fn copies(&self, hash: &BlockHash, group: GroupId) -> impl Iterator<Item = BlockId> + '_ {
-        std::iter::successors(self.find(hash, tag(group)), |entry| {
+        std::iter::successors(self.find(&words(hash), tag(group)), |entry| {
             Some(self.younger[*entry as usize]).filter(|next| *next != 0)
         })
         .map(|entry| self.block_of(entry))
@@ -214,11 +222,11 @@ impl PrefixMap {
     }
 
     #[inline]
-    fn find(&self, hash: &BlockHash, group_tag: u16) -> Option<u32> {
+    fn find(&self, hash: &Words, group_tag: u16) -> Option<u32> {
         self.first_copy
-            .find(table_hash(&hash.0, group_tag), |entry| {
+            .find(table_hash(hash, group_tag), |entry| {
                 let entry = *entry as usize;
-                self.hash[entry] == hash.0 && self.group_tag[entry] == group_tag
+                self.hash[entry] == *hash && self.group_tag[entry] == group_tag
             })
             .copied()
     }
@@ -237,7 +245,7 @@ impl PrefixMap {
         let at = entry as usize;
         let group = self.group_tag[at].checked_sub(1)?;
         Some(PrefixKey {
-            hash: BlockHash(self.hash[at]),
+            hash: block_hash(&self.hash[at]),
             group: GroupId(u32::from(group)),
             covered_tokens: self.covered_tokens[at],
         })
@@ -249,7 +257,7 @@ impl PrefixMap {
             entry
         } else {
             let entry = u32::try_from(self.hash.len()).expect("aliases are bounded by u32");
-            self.hash.push([0; 32]);
+            self.hash.push([0; 4]);
             self.group_tag.push(0);
             self.covered_tokens.push(0);
             self.younger.push(0);
@@ -264,7 +272,7 @@ impl PrefixMap {
     #[inline]
     fn write(&mut self, entry: u32, key: PrefixKey) {
         let at = entry as usize;
-        self.hash[at] = key.hash.0;
+        self.hash[at] = words(&key.hash);
         self.group_tag[at] = tag(key.group);
         self.covered_tokens[at] = key.covered_tokens;
     }
@@ -272,7 +280,7 @@ impl PrefixMap {
     /// Puts an entry at the end of the chain of its key.
     fn link(&mut self, entry: u32) {
         let (hash, group_tag) = (self.hash[entry as usize], self.group_tag[entry as usize]);
-        let Some(first) = self.find(&BlockHash(hash), group_tag) else {
+        let Some(first) = self.find(&hash, group_tag) else {
             let (hashes, tags) = (&self.hash, &self.group_tag);
             self.first_copy.insert_unique(table_hash(&hash, group_tag), entry, |other| {
                 table_hash(&hashes[*other as usize], tags[*other as usize])
@@ -291,7 +299,7 @@ impl PrefixMap {
     /// Takes an entry out of its chain; whether it was the last copy of its key.
     fn unlink(&mut self, entry: u32) -> bool {
         let at = entry as usize;
-        let (hash, group_tag) = (BlockHash(self.hash[at]), self.group_tag[at]);
+        let (hash, group_tag) = (self.hash[at], self.group_tag[at]);
         let (younger, older) = (self.younger[at], self.older[at]);
         let first = self.find(&hash, group_tag).expect("I6: a keyed entry is in the map");
         let mut was_last_copy = false;
@@ -304,14 +312,14 @@ impl PrefixMap {
         } else if younger == 0 {
             let found = self
                 .first_copy
-                .find_entry(table_hash(&hash.0, group_tag), |other| *other == entry)
+                .find_entry(table_hash(&hash, group_tag), |other| *other == entry)
                 .map(hashbrown::hash_table::OccupiedEntry::remove);
             assert!(found.is_ok(), "I6: a keyed entry is in the map");
             was_last_copy = true;
         } else {
             let slot = self
                 .first_copy
-                .find_mut(table_hash(&hash.0, group_tag), |other| *other == entry)
+                .find_mut(table_hash(&hash, group_tag), |other| *other == entry)
                 .expect("I6: a keyed entry is in the map");
             *slot = younger;
             self.older[younger as usize] = if older == younger { 0 } else { older };

@@ -283,6 +283,12 @@ impl KVCacheManagerConfig {
         for group in &self.groups {
             self.check_group(group)?;
         }
+        self.check_sinks()?;
+        self.check_retention()?;
+        if self.enable_caching { self.check_caching() } else { Ok(()) }
+    }
+
+    fn check_sinks(&self) -> Result<()> {
         let sinks = |group: &&KVCacheGroupSpec| {
             matches!(group.spec.kind, AttentionKind::SinkFullAttention { .. })
         };
@@ -290,8 +296,16 @@ impl KVCacheManagerConfig {
             let reason = "only one group can have attention sinks: their blocks are the first ones";
             return Err(KVCacheError::config("kv_cache_groups", reason));
         }
-        self.check_retention()?;
-        if self.enable_caching { self.check_caching() } else { Ok(()) }
+        match self.sink_len() {
+            Some((sink_len, block_size)) if sink_len / block_size >= self.num_blocks => {
+                let reason = format!(
+                    "{} blocks cannot hold the {sink_len} tokens of the attention sinks",
+                    self.num_blocks
+                );
+                Err(KVCacheError::config("num_blocks", reason))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn check_group(&self, group: &KVCacheGroupSpec) -> Result<()> {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from kvyard._kvyard import Semantics
 from kvyard.errors import ConfigError
@@ -96,17 +96,12 @@ class PlanningConfig:
     @property
     def reserves_null_block(self) -> bool:
         """Whether the memory check leaves out blocks that no request can have."""
-        return bool(self._of_semantics("planner_reserves_null", True, False))
+        return self.semantics.planner_reserves_null
 
     @property
     def group_merge(self) -> GroupMerge:
         """How specs of layers become the spec of a group."""
-        rule = self._of_semantics("group_merge", "order_independent", "layer_order")
-        return cast("GroupMerge", rule)
-
-    def _of_semantics(self, name: str, corrected: object, vllm: object) -> object:
-        is_vllm = self.semantics == Semantics.vllm_0_25_1()
-        return getattr(self.semantics, name, vllm if is_vllm else corrected)
+        return self.semantics.group_merge
 
     def with_max_model_len(self, max_model_len: int) -> PlanningConfig:
         """The same limits for requests of another length in tokens."""

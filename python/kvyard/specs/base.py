@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from kvyard.errors import ConfigError
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from kvyard.planning.config import PlanningConfig
 
-GroupMerge = Literal["layer_order", "order_independent"]
+# Two literals rather than one of two values: mypy's stubtest takes both for a union.
+GroupMerge: TypeAlias = Literal["layer_order"] | Literal["order_independent"]
 
 _ELEMENT_SIZES = {
     "float64": 8,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from kvyard.specs.base import GroupMerge, KVCacheSpec
+from kvyard.specs.windowed import SlidingWindowSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,3 +90,29 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         """How many layers have the most common page size."""
         counts = Counter(spec.page_size_bytes for spec in self.kv_cache_specs.values())
         return max(counts.values(), default=0)
+
+
+def get_kv_cache_spec_kind(kv_cache_spec: KVCacheSpec) -> str:
+    """The kind that events report for a group with this spec.
+
+    Args:
+        kv_cache_spec: Any spec; one that wraps layers of different kinds is "unknown".
+    """
+    if isinstance(kv_cache_spec, UniformTypeKVCacheSpecs):
+        kinds = set(map(get_kv_cache_spec_kind, kv_cache_spec.kv_cache_specs.values()))
+        return kinds.pop() if len(kinds) == 1 else KVCacheSpec.kind
+    # Its gap is the manager's own business: consumers see full attention.
+    return "full_attention" if kv_cache_spec.kind == "rswa" else kv_cache_spec.kind
+
+
+def get_kv_cache_spec_sliding_window(kv_cache_spec: KVCacheSpec) -> int | None:
+    """The window in tokens that events report for a group with this spec, or None.
+
+    Args:
+        kv_cache_spec: Any spec.
+    """
+    if isinstance(kv_cache_spec, UniformTypeKVCacheSpecs):
+        specs = kv_cache_spec.kv_cache_specs.values()
+        windows = set(map(get_kv_cache_spec_sliding_window, specs))
+        return windows.pop() if len(windows) == 1 else None
+    return kv_cache_spec.sliding_window if isinstance(kv_cache_spec, SlidingWindowSpec) else None

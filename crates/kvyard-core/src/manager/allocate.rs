@@ -149,6 +149,20 @@ impl KVCacheManager {
             && (call.num_external_computed_tokens > 0
                 || call.new_computed_blocks.is_some_and(|blocks| !blocks.is_empty()));
         self.check_call(call, row, tracked, attaches_hits)?;
+        let plan = self.plan_slots(call, row, attaches_hits)?;
+        if plan.admitted || !self.gives_up_lookahead(call, row) {
+            return Ok(plan);
+        }
+        self.plan_slots(&AllocateSlots { num_lookahead_tokens: 0, ..*call }, row, attaches_hits)
+    }
+
+    /// Steps 3 to 12 of a call that keeps its contract.
+    fn plan_slots<'a>(
+        &self,
+        call: &AllocateSlots<'a>,
+        row: Option<RequestRow>,
+        attaches_hits: bool,
+    ) -> Result<AllocatePlan<'a>> {
         let mut plan = AllocatePlan {
             call: *call,
             row,
@@ -156,15 +170,12 @@ impl KVCacheManager {
             attaches_hits,
             groups: SmallVec::new(),
         };
-        let waiting =
-            matches!(request.view.status, RequestStatus::Waiting | RequestStatus::Preempted);
+        let waiting = matches!(
+            call.request.view.status,
+            RequestStatus::Waiting | RequestStatus::Preempted
+        );
         let watermark = if call.has_scheduled_reqs && waiting { self.watermark_blocks } else { 0 };
-        let alone = self.semantics_lookahead_alone(call, row);
-        let mut tokens = self.tokens(call, call.num_lookahead_tokens);
-        let whole = self.whole_sequence(call, &tokens, attaches_hits);
-        if alone && self.num_blocks_to_allocate(call, row, &whole) > self.num_free_blocks() {
-            tokens = self.tokens(call, 0);
-        }
+        let tokens = self.tokens(call);
         let whole = self.whole_sequence(call, &tokens, attaches_hits);
         if call.full_sequence_must_fit
             && self.num_blocks_to_allocate(call, row, &whole) + i64::from(watermark)
@@ -263,18 +274,19 @@ impl KVCacheManager {
         })
     }
 
-    fn tokens(&self, call: &AllocateSlots<'_>, num_lookahead_tokens: u32) -> Tokens {
+    fn tokens(&self, call: &AllocateSlots<'_>) -> Tokens {
         let local = call.request.view.num_computed_tokens + call.num_new_computed_tokens;
         let external = call.num_external_computed_tokens;
         let total = (local + external).min(self.config.max_model_len);
         let main = total + call.num_new_tokens;
-        let slots = (main + num_lookahead_tokens).min(self.config.max_model_len);
+        let slots = (main + call.num_lookahead_tokens).min(self.config.max_model_len);
         Tokens { total, main, slots, local, external }
     }
 
-    /// Whether look-ahead may be given up for this call, because no other block is held: refusing it
-    /// would refuse it for ever. A fault of 0.25.1 that `gate_counts_lookahead` mends.
-    fn semantics_lookahead_alone(&self, call: &AllocateSlots<'_>, row: Option<RequestRow>) -> bool {
+    /// Whether a call that was refused goes on without its look-ahead, because no other request holds
+    /// a block: to refuse it would be to refuse it for ever. A fault of 0.25.1 that
+    /// `gate_counts_lookahead` mends.
+    fn gives_up_lookahead(&self, call: &AllocateSlots<'_>, row: Option<RequestRow>) -> bool {
         if !self.config.semantics.gate_counts_lookahead || call.num_lookahead_tokens == 0 {
             return false;
         }
@@ -282,7 +294,7 @@ impl KVCacheManager {
             let state = self.group_state(manager, row);
             state.row.iter().filter(|block| !block.is_null()).count()
         });
-        self.pool.num_free_blocks() + own.sum::<usize>() + 1 == self.pool.num_blocks() as usize
+        self.pool.num_free_blocks() + own.sum::<usize>() == self.pool.num_usable_blocks() as usize
     }
 
     fn num_free_blocks(&self) -> i64 {

@@ -8,6 +8,7 @@ use super::world::{Actor, records_new_blocks};
 use crate::block_hash::BlockHash;
 use crate::block_pool::BlockPool;
 use crate::block_table::RowEdit;
+use crate::blocks::KVCacheBlocks;
 use crate::event_log::KVCacheEvent;
 use crate::id::{BlockId, GroupId, RequestRow};
 use crate::manager::{AllocateSlots, KVCacheManager};
@@ -78,7 +79,7 @@ impl Audit {
         &mut self,
         manager: &KVCacheManager,
         call: &AllocateSlots<'_>,
-        blocks_before: usize,
+        row_before: &KVCacheBlocks,
     ) {
         let view = &call.request.view;
         let local = view.num_computed_tokens + call.num_new_computed_tokens;
@@ -88,7 +89,7 @@ impl Audit {
         let wanted = (computed + call.num_new_tokens + call.num_lookahead_tokens).min(longest);
         let row = manager.get_blocks(call.request.request_id, None);
         for (index, group) in manager.single_type_managers().iter().enumerate() {
-            let blocks = row.blocks(index);
+            let (blocks, blocks_before) = (row.blocks(index), row_before.blocks(index).len());
             let size = group.block_size();
             let hits = call.new_computed_blocks.map_or(0, |hit| hit.blocks(index).len());
             let most = wanted.max(computed).div_ceil(size) as usize;

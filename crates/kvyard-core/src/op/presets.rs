@@ -20,6 +20,21 @@ fn manager(num_blocks: u32, kind: AttentionKind, block_size: u32) -> KVCacheMana
     }
 }
 
+/// Full attention in blocks of 8 beside a window in blocks of 4.
+fn hybrid(semantics: Semantics) -> KVCacheManagerConfig {
+    let window = AttentionKind::SlidingWindow { sliding_window: 6 };
+    KVCacheManagerConfig {
+        groups: vec![
+            KVCacheGroupSpec::new(AttentionKind::FullAttention, 2 * BLOCK_SIZE),
+            KVCacheGroupSpec::new(window, BLOCK_SIZE),
+        ],
+        scheduler_block_size: 2 * BLOCK_SIZE,
+        hash_block_size: BLOCK_SIZE,
+        semantics,
+        ..manager(19, AttentionKind::FullAttention, BLOCK_SIZE)
+    }
+}
+
 /// One configuration of every kind that decides differently.
 pub fn presets() -> Vec<WorldConfig> {
     let full = manager(13, AttentionKind::FullAttention, BLOCK_SIZE);
@@ -41,6 +56,11 @@ pub fn presets() -> Vec<WorldConfig> {
             hash_block_size: 2 * BLOCK_SIZE,
             ..manager(9, AttentionKind::MLAAttention, BLOCK_SIZE)
         },
+        manager(15, AttentionKind::SlidingWindow { sliding_window: 6 }, BLOCK_SIZE),
+        manager(15, AttentionKind::ChunkedLocalAttention { attention_chunk_size: 8 }, BLOCK_SIZE),
+        manager(11, AttentionKind::SinkFullAttention { sink_len: 4 }, BLOCK_SIZE),
+        hybrid(Semantics::corrected()),
+        KVCacheManagerConfig { use_eagle: true, ..hybrid(Semantics::vllm_0_25_1()) },
         // No usable block at all.
         manager(1, AttentionKind::FullAttention, BLOCK_SIZE),
         KVCacheManagerConfig {

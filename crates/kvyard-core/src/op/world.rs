@@ -7,6 +7,7 @@ use super::audit::Audit;
 use super::misuse::Foreign;
 use super::{AllocateOp, BlockChoice, HitUse, Identity, Op, Outcome};
 use crate::blocks::BlockLease;
+use crate::caching::MergedBlockHashes;
 use crate::error::Result;
 use crate::hashing::{BlockHasher, ExtraKeySource, HashAlgorithm, Lora, MediaItem, Texts};
 use crate::id::{BlockId, GroupId, length};
@@ -264,8 +265,10 @@ impl World {
                 found.num_tokens,
                 "I16: every group has the whole hit"
             );
-            for (block, hash) in blocks.iter().zip(request.block_hashes()) {
-                let keyed = pool.prefix_map().contains(hash, manager.group(), *block);
+            let size = self.manager.config().hash_block_size;
+            let hashes = MergedBlockHashes::new(request.block_hashes(), manager.block_size(), size);
+            for (at, block) in blocks.iter().enumerate().filter(|(_, block)| !block.is_null()) {
+                let keyed = pool.prefix_map().contains(hashes.get(at), manager.group(), *block);
                 assert!(keyed, "I17: block {block} of a hit is not cached");
             }
         }
@@ -314,7 +317,7 @@ impl World {
         };
         let outcome = allocate(&mut self.manager, &arguments, op.has(AllocateOp::SPLIT));
         if let Outcome::Blocks(_) = outcome {
-            self.audit.admitted(&self.manager, &arguments, row.ids().len());
+            self.audit.admitted(&self.manager, &arguments, &row);
             request.num_computed_tokens = local + external + new;
             request.status = RequestStatus::Running;
         }
@@ -340,7 +343,8 @@ impl World {
             assert!(*common <= row.len());
             let semantics = self.manager.config().semantics;
             let exact = semantics.common_prefix == CommonPrefix::RowMembership;
-            if exact && self.manager.config().enable_caching {
+            let kind = self.manager.single_type_managers()[group].kind();
+            if exact && kind.is_full_attention() && self.manager.config().enable_caching {
                 let is_shared = |block: &&BlockId| {
                     !block.is_null() && rows.iter().all(|row| row.blocks(group).contains(block))
                 };

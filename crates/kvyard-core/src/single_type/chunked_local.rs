@@ -3,6 +3,7 @@
 
 use crate::block_pool::BlockPool;
 use crate::caching::MergedBlockHashes;
+use crate::id::length;
 use crate::single_type::{Lookup, PrefixHit};
 
 /// Tokens of the chunks before the one of the next token.
@@ -21,19 +22,31 @@ pub(crate) fn admission_cap(
 }
 
 /// Everything left of the current chunk is granted unseen; from there on a prefix of the chunk. At
-/// most one probe a block of a chunk.
+/// most one probe a block of a chunk; where the alignment cuts the hit back into an earlier chunk,
+/// that chunk is looked at instead, because the next token then reads it.
 pub(crate) fn find_longest_cache_hit(
     pool: &BlockPool,
     hashes: MergedBlockHashes<'_>,
     lookup: &Lookup<'_>,
     attention_chunk_size: u32,
 ) -> PrefixHit {
-    let skipped = num_skipped_tokens(lookup.max_length, attention_chunk_size);
-    let first = (skipped / lookup.block_size) as usize;
+    let chunk_start =
+        |tokens: u32| num_skipped_tokens(tokens, attention_chunk_size) / lookup.block_size;
     let mut hit = PrefixHit::new(lookup.groups.len());
-    hit.restart(first);
-    let end = hashes.len().min(lookup.max_blocks());
-    let _ = (first..end).take_while(|at| hit.push(pool, hashes.get(*at), lookup.groups)).count();
-    hit.pop_until(|blocks| lookup.is_aligned(blocks), 0);
-    hit
+    let mut max_length = lookup.max_length;
+    loop {
+        let first = chunk_start(max_length);
+        hit.restart(first as usize);
+        let end = hashes.len().min((max_length / lookup.block_size) as usize);
+        let _ = (first as usize..end)
+            .take_while(|at| hit.push(pool, hashes.get(*at), lookup.groups))
+            .count();
+        hit.pop_until(|blocks| lookup.is_aligned(blocks), 0);
+        let aligned = length(hit.num_blocks()) * lookup.block_size;
+        // The only alignment that 0.25.1 knows is the block size, which cuts nothing back.
+        if lookup.block_size == lookup.alignment || chunk_start(aligned) >= first {
+            return hit;
+        }
+        max_length = aligned;
+    }
 }

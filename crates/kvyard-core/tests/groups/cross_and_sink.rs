@@ -101,8 +101,7 @@ fn sinks_come_in_whole_blocks() {
     assert!(matches!(error, KVCacheError::Config { field: "kv_cache_groups", .. }), "{error}");
 }
 
-/// More sinks than the pool has blocks. Whether that is a matter of the configuration or of the pool
-/// is left open; it is said at construction, and both tell how many blocks there are.
+/// More sinks than the pool has blocks: a matter of the configuration.
 #[test]
 fn sinks_need_a_pool_that_holds_them() {
     assert!(KVCacheManager::new(config(3, &[sink(16, 32)]), None).is_ok());

@@ -3,7 +3,7 @@
 use kvyard_core::{BlockId, KVCacheManagerConfig, Request};
 
 use crate::fixture::{
-    ALL, Ask, BOTH, Engine, config, cross, chunked, full, logical, mamba, mla, new, rows_of, rswa,
+    ALL, Ask, BOTH, Engine, VLLM, chunked, config, cross, full, logical, mamba, mla, new, rows_of, rswa,
     sink, swa, swa_mla,
 };
 
@@ -59,9 +59,10 @@ fn example_3_cap_drop_and_alignment() {
 
 #[test]
 fn example_4_a_row_grows_and_never_shrinks() {
-    let (mut engine, _) = with_a_cached_prefix(50);
-    let mut request = engine.request("b", 0..50);
-    engine.admit(&mut request);
+    let base = config(20, &[full(16)]);
+    let mut engine = Engine::new(KVCacheManagerConfig { semantics: VLLM, ..base });
+    engine.run_and_free("a", 0..48);
+    let mut request = engine.run("b", 0..50);
     request.append_output_tokens(&[7]);
     let ask = Ask { lookahead: 14, ..new(1) };
     assert_eq!(engine.step_with(&mut request, &ask), (1, vec![vec![5]]));

@@ -15,6 +15,7 @@ mod full_attention;
 mod hybrid_lookup;
 mod mamba;
 mod misuse;
+mod probes;
 mod retention;
 mod semantics;
 mod sliding_window;

@@ -44,7 +44,10 @@ _READERS: dict[str, Callable[[ConfigFields, ModelOptions], ModelLayers]] = {
     "whisper": read_whisper,
 }
 
-# For configurations without a model type, or with the one of the multimodal model around it.
+# Types of multimodal models whose `text_config` does not say its own.
+_TYPE_OF_TEXT = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+
+# For configurations without a model type.
 _TYPE_OF_ARCHITECTURE = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -86,8 +89,9 @@ def read_model(config: Mapping[str, Any], options: ModelOptions) -> ModelLayers:
             supported types, or the fields.
     """
     fields = ConfigFields(config)
-    if fields.model_type not in _READERS:
-        fields.model_type = _TYPE_OF_ARCHITECTURE.get(fields.architecture, fields.model_type)
+    known = _TYPE_OF_TEXT.get(fields.model_type) or _TYPE_OF_ARCHITECTURE.get(fields.architecture)
+    if fields.model_type not in _READERS and known is not None:
+        fields.model_type = known
     reader = _READERS.get(fields.model_type)
     if reader is None:
         found = f"model_type is {fields.model_type!r}" if fields.model_type else "no model_type"

@@ -93,7 +93,7 @@ def read_qwen3_next(fields: ConfigFields, options: ModelOptions) -> ModelLayers:
         keeps_all=False,
     )
     names = {"full_attention": "self_attn.attn", "linear_attention": "linear_attn"}
-    return _mix(fields, options, model, states, _layer_names(types[:count], names))
+    return _mix(fields, options, model, states, _layer_names(fields, types, names))
 
 
 def read_jamba(fields: ConfigFields, options: ModelOptions) -> ModelLayers:
@@ -133,7 +133,7 @@ def read_jamba(fields: ConfigFields, options: ModelOptions) -> ModelLayers:
         keeps_all=True,
     )
     names = {"attention": "self_attn.attn", "mamba": "mamba"}
-    return _mix(fields, options, model, states, _layer_names(types, names))
+    return _mix(fields, options, model, states, _layer_names(fields, types, names))
 
 
 def read_nemotron_h(fields: ConfigFields, options: ModelOptions) -> ModelLayers:
@@ -147,6 +147,7 @@ def read_nemotron_h(fields: ConfigFields, options: ModelOptions) -> ModelLayers:
         ConfigError: A field is missing or means nothing.
     """
     fields.require(
+        "num_hidden_layers",
         "hybrid_override_pattern|layers_block_type",
         "mamba_num_heads",
         "mamba_head_dim",
@@ -191,16 +192,23 @@ def read_nemotron_h(fields: ConfigFields, options: ModelOptions) -> ModelLayers:
         "mlp": "",
         "moe": "",
     }
-    return _mix(fields, options, model, states, _layer_names(types, names))
+    return _mix(fields, options, model, states, _layer_names(fields, types, names))
 
 
-def _layer_names(types: list[str], names: dict[str, str]) -> dict[str, bool]:
+def _layer_names(fields: ConfigFields, types: list[str], names: dict[str, str]) -> dict[str, bool]:
     """For each layer with a cache whether that is one of attention.
 
     Args:
+        fields: The model's configuration.
         types: The layers' types.
         names: What a layer of each type is called; empty for one without a cache.
+
+    Raises:
+        ConfigError: A type is unknown, or there are not as many as layers.
     """
+    count = fields.integer("num_hidden_layers")
+    if len(types) != count:
+        raise ConfigError(f"config: {len(types)} layer types are listed for {count} layers")
     unknown = sorted(set(types) - set(names))
     if unknown:
         raise ConfigError(f"config: layer types {unknown} are unknown; known are {sorted(names)}")
