@@ -90,7 +90,7 @@ pub struct ReachableBlocks {
     /// How many blocks behind it, because a drafter makes the last one void.
     pub shift: u32,
     /// Further boundaries, in blocks, shift included; 0: none.
-    pub edges: [u32; 3],
+    pub edges: [u32; 2],
 }
 
 impl ReachableBlocks {

@@ -1,6 +1,7 @@
 //! Blocks as Python sees them: one object a block and pool, snapshots of many, and the lease.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvyard_core::{BlockId, BlockLease as CoreLease, KVCacheBlocks as CoreBlocks};
@@ -285,20 +286,26 @@ impl BlockLease {
         index_blocks(&self.objects, &self.ids, index)
     }
 
-    /// The first position of a block.
-    fn index(&self, value: &Bound<'_, PyAny>) -> PyResult<usize> {
-        position(&self.objects, &self.ids, value)
+    /// The first position of a block, from `start` on and before `stop`.
+    #[pyo3(signature = (value, start = 0, stop = isize::MAX, /))]
+    fn index(&self, value: &Bound<'_, PyAny>, start: isize, stop: isize) -> PyResult<usize> {
+        let wanted = self.objects.id(value).ok();
+        let searched = slice_bounds(self.ids.len(), start, stop);
+        let (first, found) = (searched.start, self.ids.get(searched).unwrap_or(&[]));
+        let at = found.iter().position(|block| Some(*block) == wanted);
+        at.map(|at| first + at)
             .ok_or_else(|| PyValueError::new_err(format!("{value} is not in the lease")))
     }
 
     /// How often a block occurs; only the null block can occur more than once.
+    #[pyo3(signature = (value, /))]
     fn count(&self, value: &Bound<'_, PyAny>) -> usize {
         let wanted = self.objects.id(value).ok();
         self.ids.iter().filter(|block| Some(**block) == wanted).count()
     }
 
     fn __contains__(&self, value: &Bound<'_, PyAny>) -> bool {
-        position(&self.objects, &self.ids, value).is_some()
+        self.count(value) > 0
     }
 
     fn __iter__(slf: &Bound<'_, Self>) -> BlockLeaseIterator {
@@ -352,13 +359,13 @@ impl BlockLeaseIterator {
     }
 }
 
-fn position(
-    objects: &BlockObjects,
-    ids: &[BlockId],
-    value: &Bound<'_, PyAny>,
-) -> Option<usize> {
-    let wanted = objects.id(value).ok()?;
-    ids.iter().position(|block| *block == wanted)
+/// The positions that a Python slice from `start` to `stop` covers.
+pub(crate) fn slice_bounds(length: usize, start: isize, stop: isize) -> Range<usize> {
+    let bound = |at: isize| {
+        let at = if at < 0 { at.saturating_add(length.cast_signed()).max(0) } else { at };
+        at.cast_unsigned().min(length)
+    };
+    bound(start)..bound(stop)
 }
 
 /// `ids[index]` as a block, or as a list of blocks for a slice.

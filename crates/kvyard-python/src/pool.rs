@@ -8,7 +8,9 @@ use pyo3::exceptions::{PyAssertionError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::blocks::{BlockLease, BlockLeaseIterator, BlockObjects, KVCacheBlock, index_blocks};
+use crate::blocks::{
+    BlockLease, BlockLeaseIterator, BlockObjects, KVCacheBlock, index_blocks, slice_bounds,
+};
 use crate::convert::{block_hash, count};
 use crate::error::{OrPython, invalid_argument};
 use crate::metrics::KVCacheMetricsCollector;
@@ -359,15 +361,19 @@ impl PoolBlocks {
         index_blocks(&pool.objects, &ids, index)
     }
 
-    /// The position of a block: its id.
-    fn index(&self, value: &Bound<'_, PyAny>) -> PyResult<u32> {
+    /// The position of a block: its id, from `start` on and before `stop`.
+    #[pyo3(signature = (value, start = 0, stop = isize::MAX, /))]
+    fn index(&self, value: &Bound<'_, PyAny>, start: isize, stop: isize) -> PyResult<u32> {
         let found = self.pool.get().objects.id(value).ok();
+        let searched = slice_bounds(self.__len__(), start, stop);
         found
+            .filter(|block| searched.contains(&block.index()))
             .map(|block| block.0)
             .ok_or_else(|| PyValueError::new_err(format!("{value} is not a block of this pool")))
     }
 
     /// 1 for a block of this pool, else 0.
+    #[pyo3(signature = (value, /))]
     fn count(&self, value: &Bound<'_, PyAny>) -> usize {
         usize::from(self.__contains__(value))
     }

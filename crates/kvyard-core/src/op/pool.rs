@@ -63,8 +63,8 @@ impl World {
                 self.manager.pool_mut().evict_blocks(&blocks).into()
             }
             Op::Reset => {
-                let idle = self.manager.pool().num_free_blocks() + 1
-                    == self.manager.pool().num_blocks() as usize;
+                let pool = self.manager.pool();
+                let idle = pool.num_free_blocks() == pool.num_usable_blocks() as usize;
                 let done = self.manager.reset_prefix_cache().expect("memory");
                 assert_eq!(done, idle, "a reset needs an idle pool");
                 Outcome::Reset(done)

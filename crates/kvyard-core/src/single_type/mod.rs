@@ -87,7 +87,7 @@ pub(crate) struct Boundaries {
     /// Every so many tokens; 0: nowhere.
     pub(crate) segment: u32,
     /// Besides, for the end of the prompt; `u32::MAX`: none.
-    pub(crate) replays: [u32; 3],
+    pub(crate) replays: [u32; 2],
 }
 
 /// What the groups share of the configuration.
@@ -465,17 +465,16 @@ impl SingleTypeKVCacheManager {
     /// At which lengths of this request a later lookup may end.
     fn boundaries(&self, num_prompt_tokens: u32) -> Boundaries {
         let Common { scheduler_block_size: alignment, retention_interval, .. } = self.common;
-        let mut replays = [u32::MAX; 3];
+        let mut replays = [u32::MAX; 2];
         if retention_interval.is_some() {
-            let aligned = |tokens: u32| tokens - tokens % alignment;
             // The same prompt again: its last token is always computed.
-            let resend = aligned(num_prompt_tokens.saturating_sub(1));
+            let last = num_prompt_tokens.saturating_sub(1);
+            let resend = last - last % alignment;
             replays[0] = resend;
             if self.common.eagle_retention && self.common.any_eagle {
-                // What is left of it, and of a longer prompt, when a drafter voids the last block.
-                let extension = aligned(num_prompt_tokens);
+                // Where a drafter voids the last block, one aligned length less is left of it. What is
+                // left of a longer prompt is one of the two.
                 replays[1] = resend.checked_sub(alignment).unwrap_or(u32::MAX);
-                replays[2] = extension.checked_sub(alignment).unwrap_or(u32::MAX);
             }
         }
         Boundaries { segment: retention_interval.unwrap_or(alignment), replays }

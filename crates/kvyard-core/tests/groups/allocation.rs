@@ -4,8 +4,8 @@
 use kvyard_core::{AllocateSlots, KVCacheManagerConfig};
 
 use crate::fixture::{
-    ALIGN, ALL, Ask, BOTH, CORRECTED, Engine, Event, VLLM, chunked, config, cross, full, live, mamba,
-    new, swa,
+    ALIGN, ALL, Ask, BOTH, CORRECTED, Engine, Event, VLLM, chunked, config, cross, full, live,
+    mamba, new, swa,
 };
 
 /// The example of §6.3.1: external blocks of group 0, then of group 1, then new ones in group order.
@@ -136,14 +136,7 @@ fn hits_of_their_own_lengths() {
 /// `groups.md` §2.11b: which token count each kind allocates for. Look-ahead is never hashed.
 #[test]
 fn look_ahead() {
-    let groups = [
-        full(4),
-        swa(4, 64),
-        chunked(4, 64),
-        mamba(4, ALL),
-        mamba(4, ALIGN),
-        cross(4),
-    ];
+    let groups = [full(4), swa(4, 64), chunked(4, 64), mamba(4, ALL), mamba(4, ALIGN), cross(4)];
     let base = config(40, &groups);
     let mut engine = Engine::new(KVCacheManagerConfig { enable_caching: false, ..base });
     let mut request = engine.request("a", 0..6);
@@ -296,9 +289,7 @@ fn the_main_count_is_not_clamped() {
 #[test]
 fn the_gate_ends_at_the_longest_request() {
     for semantics in BOTH {
-        for (num_blocks, lookahead, fits) in
-            [(8, 0, false), (9, 0, true), (9, 5, true)]
-        {
+        for (num_blocks, lookahead, fits) in [(8, 0, false), (9, 0, true), (9, 5, true)] {
             let mut engine = Engine::new(KVCacheManagerConfig {
                 max_model_len: 16,
                 semantics,
@@ -357,8 +348,7 @@ fn steps_in_flight_in_every_group() {
         engine.step(&mut request, 24);
         request.num_in_flight_tokens = in_flight;
         engine.step(&mut request, 4);
-        let found: Vec<usize> =
-            engine.rows("a").iter().map(|row| row.len() - live(row)).collect();
+        let found: Vec<usize> = engine.rows("a").iter().map(|row| row.len() - live(row)).collect();
         assert_eq!(found, nulls, "{in_flight} in flight");
     }
 }

@@ -77,12 +77,9 @@ fn chunks_of_six_tokens() {
         ..config(20, &[chunked(4, 8)])
     });
     let mut request = engine.request("a", 0..40);
-    for (predicted, row) in [
-        (2, vec![1, 2]),
-        (1, vec![1, 2, 3]),
-        (2, vec![0, 0, 3, 2, 1]),
-        (1, vec![0, 0, 0, 0, 1, 2]),
-    ] {
+    for (predicted, row) in
+        [(2, vec![1, 2]), (1, vec![1, 2, 3]), (2, vec![0, 0, 3, 2, 1]), (1, vec![0, 0, 0, 0, 1, 2])]
+    {
         let (found, _) = engine.step(&mut request, 6);
         assert_eq!((found, engine.row("a")), (predicted, row));
     }
@@ -139,7 +136,8 @@ fn full_attention_bounds_the_hit() {
             let ids = engine.cache(0, &request, &[0, 1, 2, 3]);
             // Whole chunks only: 16 tokens, or 12 behind the drop, whose chunk [8, 16) is not cached.
             let (hit, rows) = engine.lookup(&request);
-            let expected = if use_eagle { (8, "b0 b1", "N N") } else { (16, "b0 b1 b2 b3", "N N N N") };
+            let expected =
+                if use_eagle { (8, "b0 b1", "N N") } else { (16, "b0 b1 b2 b3", "N N N N") };
             assert_eq!((hit, logical(&rows[0], &ids).as_str()), (expected.0, expected.1));
             assert_eq!(logical(&rows[1], &ids), expected.2);
         }

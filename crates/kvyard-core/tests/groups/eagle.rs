@@ -1,6 +1,7 @@
 //! The drop of a drafter (`groups.md` §2.11): case C11, what caching does for it, and which groups
 //! count as drafters'.
 
+use kvyard_core::single_type::SingleTypeKVCacheManager;
 use kvyard_core::{KVCacheGroupSpec, KVCacheManagerConfig, Semantics};
 
 use crate::fixture::{
@@ -92,7 +93,12 @@ fn which_groups_are_the_drafters() {
     let flagged = |groups: &[KVCacheGroupSpec], use_eagle| -> Vec<bool> {
         let base = config(20, groups);
         let engine = Engine::new(KVCacheManagerConfig { use_eagle, ..base });
-        engine.manager.single_type_managers().iter().map(|manager| manager.use_eagle()).collect()
+        engine
+            .manager
+            .single_type_managers()
+            .iter()
+            .map(SingleTypeKVCacheManager::use_eagle)
+            .collect()
     };
     assert_eq!(flagged(&[full(4), swa(4, 8)], true), [true, true], "none flagged: all");
     assert_eq!(flagged(&[full(4), eagle(swa(4, 8))], true), [false, true]);

@@ -5,7 +5,8 @@ use std::collections::HashMap;
 use kvyard_core::{BlockHash, BlockId, GroupId, KVCacheGroupSpec, KVCacheManagerConfig, Semantics};
 
 use crate::fixture::{
-    ALIGN, ALL, Ask, BOTH, CORRECTED, Engine, Event, VLLM, config, eagle, full, mamba, new, swa,
+    ALIGN, ALL, Ask, BOTH, CORRECTED, Engine, Event, VLLM, chunked, config, cross, eagle, full,
+    mamba, mla, new, rswa, sink, swa, swa_mla,
 };
 
 fn with_events(
@@ -202,7 +203,8 @@ impl Index {
                     if !self.counts_copies {
                         assert!(!hashes.is_empty(), "an empty store");
                         assert_eq!(tokens.len(), hashes.len() * *block_size as usize);
-                        let known = parent.is_none_or(|hash| self.copies.contains_key(&(*group, hash)));
+                        let known =
+                            parent.is_none_or(|hash| self.copies.contains_key(&(*group, hash)));
                         assert!(known, "the parent is announced: {event:?}");
                     }
                     for hash in hashes {
@@ -272,5 +274,25 @@ fn a_router_can_follow_every_mixture() {
                 engine.free(request.request_id());
             }
         }
+    }
+}
+
+/// The names that store events carry (`groups.md` §1.1, `manager.md` §8.2): the most specific one, and a
+/// window of sliding windows only.
+#[test]
+fn kinds_and_windows() {
+    for (group, kind, window) in [
+        (full(4), "full_attention", None),
+        (rswa(4, 8), "full_attention", None),
+        (mla(4), "mla_attention", None),
+        (sink(4, 8), "sink_full_attention", None),
+        (swa(4, 8), "sliding_window", Some(8)),
+        (swa_mla(4, 8), "sliding_window_mla", Some(8)),
+        (chunked(4, 8), "chunked_local_attention", None),
+        (mamba(4, ALL), "mamba", None),
+        (cross(4), "cross_attention", None),
+    ] {
+        let found = group.spec.kind;
+        assert_eq!((found.event_kind(), found.event_sliding_window()), (kind, window));
     }
 }

@@ -141,7 +141,11 @@ impl Engine {
 
     // ------------------------------------------------------------------------------------- calls
 
-    pub(crate) fn try_allocate(&mut self, request: &Request, ask: &Ask<'_>) -> Result<Option<Rows>> {
+    pub(crate) fn try_allocate(
+        &mut self,
+        request: &Request,
+        ask: &Ask<'_>,
+    ) -> Result<Option<Rows>> {
         let call = request.call(true);
         let found = self.manager.allocate_slots(&slots(&call, ask));
         self.manager.validate();

@@ -3,8 +3,8 @@
 use kvyard_core::{BlockId, KVCacheManagerConfig, Request};
 
 use crate::fixture::{
-    ALL, Ask, BOTH, Engine, VLLM, chunked, config, cross, full, logical, mamba, mla, new, rows_of, rswa,
-    sink, swa, swa_mla,
+    ALL, Ask, BOTH, Engine, VLLM, chunked, config, cross, full, logical, mamba, mla, new, rows_of,
+    rswa, sink, swa, swa_mla,
 };
 
 /// A request whose first 48 tokens are cached in blocks 1, 2, 3 of 16 tokens.
@@ -45,8 +45,7 @@ fn example_3_cap_drop_and_alignment() {
     {
         // A Mamba group of larger blocks sets the alignment and nothing else.
         let groups = [full(16), mamba(if align_to_32 { 32 } else { 16 }, ALL)];
-        let mut engine =
-            Engine::new(KVCacheManagerConfig { use_eagle, ..config(20, &groups) });
+        let mut engine = Engine::new(KVCacheManagerConfig { use_eagle, ..config(20, &groups) });
         let request = engine.request("b", 0..50);
         let ids = engine.cache(0, &request, &[0, 1, 2]);
         assert_eq!(ids, [1, 2, 3]);
@@ -166,8 +165,16 @@ fn a_window_over_latent_attention() {
 /// `groups.md` §2.1.6: exactly full and latent attention report the ids to be zeroed.
 #[test]
 fn zeroed_are_new_blocks_of_full_attention_only() {
-    let groups =
-        [full(4), rswa(4, 8), swa(4, 8), chunked(4, 8), mamba(4, ALL), cross(4), mla(4), sink(4, 4)];
+    let groups = [
+        full(4),
+        rswa(4, 8),
+        swa(4, 8),
+        chunked(4, 8),
+        mamba(4, ALL),
+        cross(4),
+        mla(4),
+        sink(4, 4),
+    ];
     let base = config(40, &groups);
     let mut engine = Engine::new(KVCacheManagerConfig { enable_caching: false, ..base });
     let mut request = engine.request("a", 0..8);

@@ -402,10 +402,7 @@ fn lookups_per_group() {
             let arguments = KVCacheManagerConfig { use_eagle, semantics, ..base };
             let mut engine = Engine::new(arguments);
             let request = engine.request("a", 0..31);
-            let ids = [
-                engine.cache(0, &request, UP_TO_5),
-                engine.cache(1, &request, &[2, 3, 5]),
-            ];
+            let ids = [engine.cache(0, &request, UP_TO_5), engine.cache(1, &request, &[2, 3, 5])];
             engine.lookup(&request);
             let attribute = engine.manager.num_uncached_common_prefix_tokens();
             let call = request.call(false);
@@ -413,7 +410,10 @@ fn lookups_per_group() {
             assert!(hit.has_own_lengths());
             let rows = rows_of(&hit);
             let found = [logical(&rows[0], &ids[0]), logical(&rows[1], &ids[1])];
-            assert_eq!((lengths.try_into().unwrap(), found.each_ref().map(String::as_str)), expected);
+            assert_eq!(
+                (lengths.try_into().unwrap(), found.each_ref().map(String::as_str)),
+                expected
+            );
             assert_eq!(engine.manager.num_uncached_common_prefix_tokens(), attribute, "untouched");
         }
     }

@@ -4,8 +4,8 @@ use kvyard_core::spec::MambaCacheMode;
 use kvyard_core::{GroupId, KVCacheManagerConfig, Request};
 
 use crate::fixture::{
-    ALIGN, ALL, Ask, BOTH, CORRECTED, Engine, VLLM, config, full, live, mamba, mamba_with_drafts,
-    new, rows_of,
+    ALIGN, ALL, Ask, BOTH, CORRECTED, Engine, VLLM, config, full, live, logical, mamba,
+    mamba_with_drafts, new, rows_of,
 };
 
 #[test]
@@ -65,9 +65,10 @@ fn example_3_mode_all_with_drafts() {
 
 /// A prompt of 66 tokens in 48 + 16 + 2, then decode up to 82 computed tokens.
 fn prefilled_and_decoded() -> (Engine, Request) {
+    type Step<'a> = (u32, u32, u32, &'a [u32], &'a [u32]);
     let mut engine = Engine::of(20, &[mamba(16, ALIGN)]);
     let mut request = engine.request("a", 0..66);
-    let rows: [(u32, u32, u32, &[u32], &[u32]); 6] = [
+    let rows: [Step<'_>; 6] = [
         (0, 48, 1, &[0, 0, 1], &[0, 0, 1]),
         (48, 16, 1, &[0, 0, 1, 2], &[2]),
         (64, 2, 1, &[0, 0, 0, 2, 3], &[3]),
@@ -180,6 +181,31 @@ fn a_state_of_this_step_is_no_start() {
         let hit = engine.manager.lookup(&third.call(false));
         let ask = Ask { hit: Some(&hit), ..new(10) };
         assert!(engine.allocate(&third, &ask).is_some());
+    }
+}
+
+/// The lookup itself: the last state at an aligned length, whatever else is cached.
+#[test]
+fn only_states_at_aligned_lengths_are_found() {
+    let rows: [(&[usize], u32, u32, &str); 6] = [
+        (&[0, 1, 2, 4], 23, 4, "N N N N b4"),
+        (&[0, 1, 2, 4], 19, 4, "N N b2"),
+        (&[0, 1, 2, 4], 23, 8, "N b1"),
+        (&[0, 2, 4], 23, 8, ""),
+        (&[2, 5], 24, 12, "N N N N N b5"),
+        (&[2, 5], 23, 12, "N N b2"),
+    ];
+    for (cached, max_length, alignment, expected) in rows {
+        for use_eagle in [false, true] {
+            // A full group of larger blocks sets the alignment.
+            let base = config(20, &[mamba(4, ALIGN), full(alignment)]);
+            let mut engine = Engine::new(KVCacheManagerConfig { use_eagle, ..base });
+            let request = engine.request("a", 0..28);
+            let ids = engine.cache(0, &request, cached);
+            let call = request.call(false);
+            let (hit, _) = engine.manager.find_longest_cache_hit_per_group(&call, max_length);
+            assert_eq!(logical(&rows_of(&hit)[0], &ids), expected, "{cached:?} {alignment}");
+        }
     }
 }
 

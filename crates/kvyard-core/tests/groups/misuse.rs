@@ -113,7 +113,10 @@ fn context_parallelism() {
         for groups in groups {
             let error = make(groups, dcp, pcp).unwrap_err();
             let field = "dcp_world_size";
-            assert!(matches!(error, KVCacheError::Config { field: f, .. } if f == field), "{error}");
+            assert!(
+                matches!(error, KVCacheError::Config { field: f, .. } if f == field),
+                "{error}"
+            );
         }
         for group in [full(4), mla(4), rswa(4, 8), sink(4, 8)] {
             assert!(make(&[group], dcp, pcp).is_ok(), "{group:?}");
@@ -251,9 +254,7 @@ fn stale_hits() {
             assert!(plan.is_admitted());
             drop(plan);
             engine.manager.pool_mut().evict_blocks(&[last]).unwrap();
-            let is_stale = |error: &KVCacheError| {
-                matches!(error, KVCacheError::StaleBlock { block, .. } if *block == last)
-            };
+            let is_stale = |error: &KVCacheError| matches!(error, KVCacheError::StaleBlock { block, .. } if *block == last);
             refused(&mut engine, &ask, is_stale);
             let again = engine.manager.lookup(&call);
             assert!(again.num_tokens < 24);

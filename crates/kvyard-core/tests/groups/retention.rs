@@ -5,7 +5,7 @@ use kvyard_core::{KVCacheGroupSpec, KVCacheManagerConfig, Semantics};
 
 use crate::eagle::resend_and_extension;
 use crate::fixture::{
-    ALIGN, ALL, BOTH, CORRECTED, Engine, VLLM, config, eagle, full, live, mamba, swa,
+    ALIGN, ALL, BOTH, CORRECTED, Engine, VLLM, chunked, config, eagle, full, live, mamba, swa,
 };
 
 fn sparse(
@@ -13,12 +13,7 @@ fn sparse(
     retention_interval: Option<u32>,
     semantics: Semantics,
 ) -> KVCacheManagerConfig {
-    KVCacheManagerConfig {
-        use_eagle: true,
-        retention_interval,
-        semantics,
-        ..config(400, groups)
-    }
+    KVCacheManagerConfig { use_eagle: true, retention_interval, semantics, ..config(400, groups) }
 }
 
 #[test]
@@ -45,11 +40,7 @@ fn c12_a_window_and_a_drafter() {
 
 /// The hits of a prompt that was computed in steps of `chunk` tokens, so that there is a state at the
 /// end of each.
-fn in_steps(
-    arguments: &KVCacheManagerConfig,
-    num_tokens: u32,
-    chunk: u32,
-) -> (u32, u32) {
+fn in_steps(arguments: &KVCacheManagerConfig, num_tokens: u32, chunk: u32) -> (u32, u32) {
     let mut engine = Engine::new(arguments.clone());
     let mut request = engine.request("a", 0..num_tokens);
     while request.num_computed_tokens < num_tokens {
@@ -147,6 +138,9 @@ fn c12_sparse_is_as_good_as_dense() {
         vec![full(4), mamba(8, ALIGN)],
         vec![mamba(16, ALIGN), full(8), swa(4, 10)],
         vec![swa(4, 6), eagle(full(12))],
+        // One group, and groups of one spec: without the credit.
+        vec![swa(4, 8)],
+        vec![swa(4, 8), swa(4, 8)],
     ];
     for groups in mixtures {
         let chunk = config(1, &groups).scheduler_block_size;
@@ -159,10 +153,6 @@ fn c12_sparse_is_as_good_as_dense() {
             for interval in [0, chunk, 2 * chunk] {
                 assert_eq!(hits(Some(interval)), dense, "{num_tokens}: {interval}, {groups:?}");
             }
-            // And dense retention loses no more than one aligned length to the drop.
-            let boundary = |tokens: u32| tokens / chunk * chunk;
-            assert!(dense.0 + chunk >= boundary(num_tokens - 1), "{num_tokens}: {dense:?}");
-            assert!(dense.1 + chunk >= boundary(num_tokens), "{num_tokens}: {dense:?}");
         }
     }
 }
@@ -214,4 +204,16 @@ fn sparse_retention_is_sparse() {
         assert_eq!(live(&engine.rows("a")[1]), 38);
         assert_eq!(engine.keyed("a", 0).len(), 9, "full attention keeps everything");
     }
+}
+
+/// Full attention and chunks keep everything, whatever the interval.
+#[test]
+fn retention_is_of_windows_and_states() {
+    let groups = [full(4), chunked(4, 8), swa(4, 5), mamba(4, ALL)];
+    let base = config(60, &groups);
+    let mut engine = Engine::new(KVCacheManagerConfig { retention_interval: Some(0), ..base });
+    engine.run("a", 0..30);
+    let all: Vec<usize> = (0..7).collect();
+    assert_eq!((engine.keyed("a", 0), engine.keyed("a", 1)), (all.clone(), all));
+    assert_eq!((engine.keyed("a", 2), engine.keyed("a", 3)), (vec![6], vec![6]));
 }

@@ -7,9 +7,7 @@ use kvyard_core::semantics::{
 use kvyard_core::{KVCacheGroupSpec, KVCacheManagerConfig, Semantics};
 
 use crate::eagle::resend_and_extension;
-use crate::fixture::{
-    ALIGN, Ask, CORRECTED, Engine, Event, VLLM, config, full, mamba, new, swa,
-};
+use crate::fixture::{ALIGN, Ask, CORRECTED, Engine, Event, VLLM, config, full, mamba, new, swa};
 
 /// A fault: how to take over its value, and a scenario that shows it.
 struct Field {

@@ -3,8 +3,8 @@
 use kvyard_core::{GroupId, KVCacheManagerConfig, Request, Semantics};
 
 use crate::fixture::{
-    Ask, BOTH, CORRECTED, Engine, Event, VLLM, config, full, live, logical, mamba, new, rows_of,
-    swa, ALL,
+    ALL, Ask, BOTH, CORRECTED, Engine, Event, VLLM, chunked, config, full, live, logical, mamba,
+    new, rows_of, swa,
 };
 
 /// Tokens before the window. With blocks of one token each of them is a released block.
@@ -169,7 +169,10 @@ fn blocks_worth_a_key() {
         assert_eq!(engine.keyed("a", 1), expected, "{what:?}");
         // Passed over all the same.
         let aligned = num_tokens / alignment * alignment / 4;
-        assert_eq!(engine.num_cached("a", 1), Some(aligned + u32::from(use_eagle && aligned < num_tokens / 4)));
+        assert_eq!(
+            engine.num_cached("a", 1),
+            Some(aligned + u32::from(use_eagle && aligned < num_tokens / 4))
+        );
     }
 }
 
@@ -220,7 +223,8 @@ fn a_window_of_one_token_caches_nothing() {
         engine.step(&mut request, 4);
         let events = engine.events();
         assert_eq!(events.len(), expected);
-        let is_empty = |event: &Event| matches!(event, Event::Stored { hashes, .. } if hashes.is_empty());
+        let is_empty =
+            |event: &Event| matches!(event, Event::Stored { hashes, .. } if hashes.is_empty());
         assert!(events.iter().all(is_empty));
         assert!(engine.keyed("a", 0).is_empty());
     }
@@ -366,6 +370,31 @@ fn the_cap_counts_look_ahead_slots() {
             let ask = Ask { full_sequence_must_fit: true, lookahead: 3, ..new(16) };
             let fits = engine.allocate(&request, &ask).is_some();
             assert_eq!(fits, free == needed, "{is_alone} {free} of {needed} free");
+        }
+    }
+}
+
+/// The cap's worked examples (`groups.md` §1.4), chunked local attention's with them.
+#[test]
+fn caps_of_large_models() {
+    for (group, batch, length, cap) in [
+        (swa(16, 1024), 2048, 4096, 193),
+        (swa(16, 1024), 8192, 131_072, 577),
+        (swa(4, 4), 1, 100, 2),
+        (chunked(16, 8192), 8192, 1 << 20, 1024),
+        (chunked(16, 8192), 8192, 10_000, 625),
+    ] {
+        for free in [cap - 1, cap] {
+            let mut engine = Engine::new(KVCacheManagerConfig {
+                max_num_batched_tokens: batch,
+                max_model_len: length,
+                enable_caching: false,
+                ..config(1 + free, &[group])
+            });
+            let request = engine.request("a", 0..length);
+            let ask = Ask { full_sequence_must_fit: true, ..new(1) };
+            let fits = engine.allocate(&request, &ask).is_some();
+            assert_eq!(fits, free == cap, "{group:?}, {free} free");
         }
     }
 }

@@ -45,13 +45,14 @@ struct Numbers(u64);
 
 impl Numbers {
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         self.0 >> 33
     }
 
     /// Most blocks cached in most groups: hits are rare otherwise.
     fn cache(&mut self) -> Vec<bool> {
-        let dense = self.next() % 3 > 0;
+        let dense = !self.next().is_multiple_of(3);
         (0..BLOCKS).map(|_| self.next() % 8 < if dense { 7 } else { 4 }).collect()
     }
 }
@@ -84,6 +85,9 @@ fn mixtures() -> Vec<Vec<KVCacheGroupSpec>> {
         vec![full(12), chunked(4, 20)],
         vec![full(8), chunked(4, 12), swa(4, 8)],
         vec![chunked(4, 8), mamba(12, ALIGN)],
+        // Chunks that begin inside a block.
+        vec![full(8), chunked(4, 6)],
+        vec![chunked(4, 10), swa(8, 9)],
         vec![full(4), full(4)],
         vec![swa(4, 8), swa(4, 8)],
     ]
@@ -166,7 +170,8 @@ fn linear_scan(
 ) -> Vec<Option<usize>> {
     let blocks = ((max_length / size) as usize).min(cached.len());
     let need = (window - 1).div_ceil(size) as usize + usize::from(drop);
-    let is_aligned = |blocks: usize| size == align || (blocks * size as usize) % align as usize == 0;
+    let is_aligned =
+        |blocks: usize| size == align || (blocks * size as usize).is_multiple_of(align as usize);
     let mut found = vec![None; blocks];
     let mut run = 0;
     let mut is_whole = false;

@@ -282,6 +282,11 @@ impl PoolModel {
         if copies.is_some_and(|copies| copies.contains(&block)) {
             return true;
         }
+        // What a promoted block announced is withdrawn first, so it is no ancestor.
+        let primary = self.blocks[block.index()].primary;
+        if primary.is_some_and(|primary| primary.covered_tokens < num_tokens) {
+            self.drop_keys(block);
+        }
         let announced = |at: &usize| self.is_cached(group, hashes[*at]);
         let parent = match self.semantics.sparse_store_event {
             SparseStoreEvent::OnePerCall => (boundary > 1).then(|| boundary - 2),
@@ -291,10 +296,6 @@ impl PoolModel {
             SparseStoreEvent::OnePerCall => boundary - 1,
             SparseStoreEvent::OnePerRun => parent.map_or(0, |parent| parent + 1),
         };
-        let primary = self.blocks[block.index()].primary;
-        if primary.is_some_and(|primary| primary.covered_tokens < num_tokens) {
-            self.drop_keys(block);
-        }
         self.insert(block, key);
         let size = self.hash_block_size as usize;
         self.events.push(Event::Stored {
