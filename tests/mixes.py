@@ -230,8 +230,8 @@ def _sized(draw: st.DrawFn, groups: list[GroupSpec], caching: bool, use_eagle: b
 @st.composite
 def prompts(draw: st.DrawFn) -> list[int]:
     """Token lists that often share a prefix of several scheduler blocks."""
-    base = draw(st.sampled_from([0, 0, 100]))
-    shared = draw(st.integers(0, 44))
+    base = draw(st.sampled_from([0, 0, 0, 0, 100]))
+    shared = draw(st.one_of(st.integers(16, 48), st.integers(16, 48), st.integers(0, 48)))
     own = draw(st.integers(0 if shared else 1, 6))
     first = draw(st.integers(70_000, 70_002))
     return list(range(base, base + shared)) + list(range(first, first + own))

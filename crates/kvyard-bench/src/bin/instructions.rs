@@ -72,14 +72,10 @@ fn main() -> ExitCode {
         eprintln!("{num_blocks:?} and {times:?} must be numbers");
         return ExitCode::FAILURE;
     };
-    match measure(operation, num_blocks, times) {
-        Some(nanoseconds) => {
-            println!("{nanoseconds:.1}");
-            ExitCode::SUCCESS
-        }
-        None => {
-            eprintln!("no operation {operation:?}");
-            ExitCode::FAILURE
-        }
-    }
+    let Some(nanoseconds) = measure(operation, num_blocks, times) else {
+        eprintln!("no operation {operation:?}");
+        return ExitCode::FAILURE;
+    };
+    println!("{nanoseconds:.1}");
+    ExitCode::SUCCESS
 }
