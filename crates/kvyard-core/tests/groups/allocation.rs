@@ -99,6 +99,20 @@ fn an_asynchronous_load_is_cached_later() {
     }
 }
 
+/// `groups.md` §2.1.5: external tokens that nobody will read get no storage, after 6 tokens in chunks of
+/// 6 and after any in a window of 1. A block that they share with the next token is a new one, and
+/// returned as such.
+#[test]
+fn external_tokens_that_nobody_reads() {
+    for (group, external, row) in [(chunked(4, 6), 6, vec![0, 1]), (swa(4, 1), 10, vec![0, 0, 1])] {
+        let mut engine = Engine::of(20, &[group]);
+        let mut request = engine.request("a", 0..20);
+        let ask = Ask { external, delayed: true, ..new(0) };
+        assert_eq!(engine.step_with(&mut request, &ask), (1, vec![vec![1]]), "{group:?}");
+        assert_eq!(engine.row("a"), row);
+    }
+}
+
 /// Hits of the lookup group by group, of which the window's is shorter: external tokens fill the
 /// difference.
 #[test]

@@ -199,6 +199,8 @@ fn rswa_a_gap_opens_behind_the_prompt() {
         (26, &[1, 2, 3, 0, 0, 6, 5]),
         (30, &[1, 2, 3, 0, 0, 0, 5, 6]),
     ] {
+        let outputs = vec![7; (computed + 1) as usize - request.num_tokens()];
+        request.append_output_tokens(&outputs);
         request.num_computed_tokens = computed;
         engine.step(&mut request, 1);
         assert_eq!(engine.row("a"), expected, "{computed} computed");

@@ -61,6 +61,21 @@ fn example_3_mode_all_with_drafts() {
     assert_eq!(engine.row("a"), [0, 0, 3, 4, 5], "as if both drafts were rejected: 37 / 16 = 2");
 }
 
+/// The drafts taken as rejected: (computed - 2 - 1) / 16 blocks are over.
+#[test]
+fn drafts_keep_a_state_longer() {
+    for mode in [MambaCacheMode::None, ALL] {
+        for (computed, expected) in [(18, 0), (19, 1), (34, 1), (35, 2), (40, 2)] {
+            let mut engine = Engine::of(40, &[mamba_with_drafts(16, mode, 2)]);
+            let mut request = engine.request("a", 0..40);
+            engine.step(&mut request, 40);
+            engine.manager.remove_skipped_blocks("a", None, computed, Some(40));
+            let row = engine.row("a");
+            assert_eq!(row.len() - live(&row), expected, "{computed} computed");
+        }
+    }
+}
+
 // -------------------------------------------------------------------------------------- mode align
 
 /// A prompt of 66 tokens in 48 + 16 + 2, then decode up to 82 computed tokens.
@@ -133,6 +148,22 @@ fn example_6_align_with_drafts() {
         let (found, _) = engine.step(&mut request, num_new);
         assert_eq!((found, engine.row("a").as_slice()), (predicted, row), "{computed} computed");
     }
+}
+
+/// A chunk of several blocks: the draft slots move behind the running state, and the state it started
+/// from goes a step later, from behind nulls.
+#[test]
+fn align_moves_draft_slots() {
+    let mut engine = Engine::of(20, &[mamba_with_drafts(16, ALIGN, 2)]);
+    let mut request = engine.request("a", 0..96);
+    assert_eq!(engine.step(&mut request, 32), (3, vec![vec![0, 1, 2, 3]]));
+    // 80 / 16 + 2 = 7 entries, the running state in the fifth; 2 and 3 move, 4 is new.
+    assert_eq!(engine.step(&mut request, 48), (1, vec![vec![2, 3, 4]]));
+    assert_eq!(engine.row("a"), [0, 1, 0, 0, 2, 3, 4]);
+    assert_eq!(engine.step(&mut request, 16), (1, vec![vec![5]]));
+    assert_eq!(engine.row("a"), [0, 0, 0, 0, 2, 3, 4, 5]);
+    engine.free("a");
+    assert_eq!(engine.num_free(), 19);
 }
 
 /// From "Right in both versions" of the cases, and P8 of §2.12.
