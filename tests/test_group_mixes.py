@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -429,3 +430,6 @@ class HazardMachine(MixMachine):
 
 TestMixes = MixMachine.TestCase
 TestHazards = HazardMachine.TestCase
+# There is more to choose here than elsewhere.
+TestMixes.settings = settings(max_examples=3 * settings().max_examples)
+TestHazards.settings = settings(max_examples=3 * settings().max_examples)

@@ -171,7 +171,9 @@ class Requests:
         # Both worlds get the very same text objects, each used once.
         lora = None if extra.lora is None else own_text(extra.lora)
         salt = None if extra.salt is None else own_text(extra.salt)
-        media = [(own_text(text), offset, length) for text, offset, length in extra.media]
+        # Media lie within the prompt: to drop tokens would drop those that lie behind.
+        within = [item for item in extra.media if item[1] + item[2] <= len(tokens)]
+        media = [(own_text(text), offset, length) for text, offset, length in within]
         path = extra.lora_path
         ours = kvyard.Request(
             name,
