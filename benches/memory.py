@@ -6,8 +6,10 @@ comes first, so that what the process needs once is not counted.
 
 from __future__ import annotations
 
+import argparse
 import array
 import os
+import sys
 from pathlib import Path
 
 import kvyard
@@ -42,7 +44,12 @@ def filled(num_blocks: int) -> kvyard.KVCacheManager:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--most", type=float, help="fail if a block takes more bytes")
+    most = parser.parse_args().most
     small = filled(2 * PROMPT_BLOCKS)
     before = resident()
     manager = filled(NUM_BLOCKS)
-    print(f"{(resident() - before) / NUM_BLOCKS:.1f} bytes a hashed block")
+    per_block = (resident() - before) / NUM_BLOCKS
+    print(f"{per_block:.1f} bytes a hashed block")
+    sys.exit(most is not None and per_block > most)

@@ -15,7 +15,7 @@ missing() {
 
 if [ ! -f "$peer/complete" ]; then
   mkdir -p "$peer"
-  [ -x "$peer/bin/pip" ] || python3 -m venv "$peer" || missing "no virtual environment"
+  [ -x "$peer/bin/pip" ] || "${PYTHON:-python3}" -m venv "$peer" || missing "no virtual environment"
   pip=("$peer/bin/pip" install --quiet --disable-pip-version-check)
   "${pip[@]}" --upgrade pip 'maturin>=1.9.4,<2' || missing "pip failed"
   "${pip[@]}" torch==2.13.0 numpy 'setuptools<81' || missing "no torch"
@@ -32,5 +32,5 @@ fi
 # shellcheck disable=SC1091
 . "$peer/bin/activate"
 maturin develop --release --quiet
-VLLM_PLUGINS=none VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 PYTHONHASHSEED=0 \
-  python benches/peers/side_by_side.py "$@"
+export VLLM_PLUGINS=none VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 PYTHONHASHSEED=0
+python benches/peers/side_by_side.py "$@"

@@ -865,7 +865,7 @@ class KVCacheManager:
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
         has_scheduled_reqs: bool = True,
-        num_in_flight_tokens: int | None = None,
+        num_in_flight_tokens: int = 0,
     ) -> KVCacheBlocks | None:
         """Blocks for the tokens of the next step (vLLM `KVCacheManager.allocate_slots`).
 
@@ -884,7 +884,7 @@ class KVCacheManager:
             reserved_blocks: Free blocks that this call must leave.
             has_scheduled_reqs: Whether the watermark applies to a waiting request.
             num_in_flight_tokens: Computed tokens whose step has not landed, so that their window
-                is kept; None asks the request.
+                is kept; 0 leaves it to the request's own field.
 
         Returns:
             The new blocks, without those of the hit and of external tokens, or None where they do

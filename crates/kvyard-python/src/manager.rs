@@ -301,7 +301,7 @@ impl KVCacheManager {
         request, num_new_tokens, num_new_computed_tokens = 0, new_computed_blocks = None,
         num_lookahead_tokens = 0, num_external_computed_tokens = 0, delay_cache_blocks = false,
         num_encoder_tokens = 0, full_sequence_must_fit = false, reserved_blocks = 0,
-        has_scheduled_reqs = true, num_in_flight_tokens = None
+        has_scheduled_reqs = true, num_in_flight_tokens = 0
     ))]
     #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's allocate_slots")]
     fn allocate_slots(
@@ -317,7 +317,7 @@ impl KVCacheManager {
         full_sequence_must_fit: bool,
         reserved_blocks: i64,
         has_scheduled_reqs: bool,
-        num_in_flight_tokens: Option<i64>,
+        num_in_flight_tokens: i64,
     ) -> PyResult<Option<Py<KVCacheBlocks>>> {
         let py = request.py();
         let num_new_tokens = count("num_new_tokens", num_new_tokens)?;
@@ -327,13 +327,13 @@ impl KVCacheManager {
             count("num_external_computed_tokens", num_external_computed_tokens)?;
         let num_encoder_tokens = count("num_encoder_tokens", num_encoder_tokens)?;
         let reserved_blocks = count("reserved_blocks", reserved_blocks)?;
-        let in_flight =
-            num_in_flight_tokens.map(|tokens| count("num_in_flight_tokens", tokens)).transpose()?;
+        let in_flight = count("num_in_flight_tokens", num_in_flight_tokens)?;
         let request = RequestArgument::new(request, &self.shared)?;
         let (blocks, row) = request.with(|call, row_hint| {
             let mut call = *call;
-            if let Some(tokens) = in_flight {
-                call.view.num_in_flight_tokens = tokens;
+            // 0, the default, leaves it to the request's own field.
+            if in_flight > 0 {
+                call.view.num_in_flight_tokens = in_flight;
             }
             let slots = AllocateSlots {
                 request: &call,

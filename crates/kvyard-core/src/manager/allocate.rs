@@ -170,10 +170,8 @@ impl KVCacheManager {
             attaches_hits,
             groups: SmallVec::new(),
         };
-        let waiting = matches!(
-            call.request.view.status,
-            RequestStatus::Waiting | RequestStatus::Preempted
-        );
+        let waiting =
+            matches!(call.request.view.status, RequestStatus::Waiting | RequestStatus::Preempted);
         let watermark = if call.has_scheduled_reqs && waiting { self.watermark_blocks } else { 0 };
         let tokens = self.tokens(call);
         let whole = self.whole_sequence(call, &tokens, attaches_hits);
