@@ -112,6 +112,19 @@ impl AttentionKind {
         !matches!(self, Self::Mamba { .. } | Self::ChunkedLocalAttention { .. })
     }
 
+    /// Tokens that all requests share and that are stored once.
+    fn sink_len(&self) -> Option<u32> {
+        match *self {
+            Self::SinkFullAttention { sink_len } => Some(sink_len),
+            _ => None,
+        }
+    }
+
+    /// Whether what is stored depends on a prefix alone. Cross attention reads an encoder's tokens.
+    fn supports_prefix_caching(&self) -> bool {
+        *self != Self::CrossAttention
+    }
+
     /// Whether the tokens of a block can be spread over context-parallel ranks and still be found.
     fn supports_context_parallelism(self) -> bool {
         self.is_full_attention()
@@ -245,12 +258,9 @@ impl KVCacheManagerConfig {
 
     /// Tokens that attention sinks keep for ever, and the block size of their group.
     pub(crate) fn sink_len(&self) -> Option<(u32, u32)> {
-        self.groups.iter().find_map(|group| match group.spec.kind {
-            AttentionKind::SinkFullAttention { sink_len } => {
-                Some((sink_len, group.spec.block_size))
-            }
-            _ => None,
-        })
+        self.groups
+            .iter()
+            .find_map(|group| Some((group.spec.kind.sink_len()?, group.spec.block_size)))
     }
 
     /// Checks every rule that a manager of this configuration relies on (`manager.md` §7.1, §10).
@@ -289,10 +299,8 @@ impl KVCacheManagerConfig {
     }
 
     fn check_sinks(&self) -> Result<()> {
-        let sinks = |group: &&KVCacheGroupSpec| {
-            matches!(group.spec.kind, AttentionKind::SinkFullAttention { .. })
-        };
-        if self.groups.iter().filter(sinks).count() > 1 {
+        let sinks = self.groups.iter().filter(|group| group.spec.kind.sink_len().is_some());
+        if sinks.count() > 1 {
             let reason = "only one group can have attention sinks: their blocks are the first ones";
             return Err(KVCacheError::config("kv_cache_groups", reason));
         }
@@ -336,7 +344,7 @@ impl KVCacheManagerConfig {
         let ranks = self.context_parallel_size();
         for (index, group) in self.groups.iter().enumerate() {
             let kind = &group.spec.kind;
-            if *kind == AttentionKind::CrossAttention {
+            if !kind.supports_prefix_caching() {
                 return Err(KVCacheError::config(
                     "enable_caching",
                     format!("group {index} is cross attention, which cannot be cached"),
