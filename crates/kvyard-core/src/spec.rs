@@ -113,16 +113,16 @@ impl AttentionKind {
     }
 
     /// Tokens that all requests share and that are stored once.
-    fn sink_len(&self) -> Option<u32> {
-        match *self {
+    fn sink_len(self) -> Option<u32> {
+        match self {
             Self::SinkFullAttention { sink_len } => Some(sink_len),
             _ => None,
         }
     }
 
     /// Whether what is stored depends on a prefix alone. Cross attention reads an encoder's tokens.
-    fn supports_prefix_caching(&self) -> bool {
-        *self != Self::CrossAttention
+    fn supports_prefix_caching(self) -> bool {
+        self != Self::CrossAttention
     }
 
     /// Whether the tokens of a block can be spread over context-parallel ranks and still be found.
