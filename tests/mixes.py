@@ -138,7 +138,7 @@ def group_specs(draw: st.DrawFn, kinds: list[str], block_sizes: list[int]) -> Gr
     size = draw(st.sampled_from(block_sizes))
     spec = GroupSpec(kind, size, layout=draw(st.sampled_from([0, 0, 0, 1])))
     if kind == "rswa":
-        return replace(spec, rswa_window=draw(st.integers(1, 12)))
+        return replace(spec, rswa_window=draw(st.integers(1, 6)))
     if kind == "sink_full_attention":
         return replace(spec, sink_len=size * draw(st.integers(1, 2)))
     if kind in ("sliding_window", "sliding_window_mla"):
@@ -149,7 +149,7 @@ def group_specs(draw: st.DrawFn, kinds: list[str], block_sizes: list[int]) -> Gr
         return replace(spec, attention_chunk_size=chunk)
     if kind == "mamba":
         mode = draw(st.sampled_from(["align", "align", "all", "none"]))
-        drafts = draw(st.sampled_from([0, 0, 1, 2]))
+        drafts = draw(st.sampled_from([0, 1, 2, 3]))
         return replace(spec, mamba_cache_mode=mode, num_speculative_blocks=drafts)
     return spec
 
@@ -165,7 +165,8 @@ def hazard_groups(draw: st.DrawFn, hazard: str, block_sizes: list[int]) -> list[
         return [full, draw(group_specs(["chunked_local_attention"], block_sizes))]
     state = draw(group_specs(["mamba"], block_sizes))
     if hazard == "external states":
-        state = replace(state, mamba_cache_mode="align")
+        drafts = draw(st.integers(0, 3))
+        state = replace(state, mamba_cache_mode="align", num_speculative_blocks=drafts)
     return draw(st.sampled_from([[full, state], [state, full]]))
 
 
@@ -211,11 +212,11 @@ def _sized(draw: st.DrawFn, groups: list[GroupSpec], caching: bool, use_eagle: b
     sinks = sum(spec.sink_len // spec.block_size for spec in groups)
     return Mix(
         groups,
-        num_blocks=1 + sinks + min(120, one * draw(st.integers(2, 12)) // 4 + 1),
+        num_blocks=1 + sinks + min(120, one * draw(st.integers(3, 16)) // 4 + 1),
         sizes=Sizes(
             max_model_len=longest,
             scheduler_block_size=aligned,
-            max_num_batched_tokens=draw(st.sampled_from([4, 8, 16, 64])),
+            max_num_batched_tokens=draw(st.sampled_from([4, 8, 16, 64, 64])),
             retention_interval=None if retention is None else retention * aligned,
         ),
         hash_block_size=draw(st.sampled_from(hash_sizes)),

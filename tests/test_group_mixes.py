@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 ACTIONS = [
-    *["admit"] * 6,
-    *["step"] * 6,
-    *["schedule"] * 4,
-    *["land", "finish", "preempt", "begin_step"] * 2,
-    *["give_back", "replace_last_token", "pin", "occupy", "unpin", "evict", "reset", "skip"],
-    *["ask", "take_events"],
+    *["admit"] * 5,
+    *["step"] * 8,
+    *["schedule"] * 6,
+    *["land", "begin_step", "unpin", "reject_drafts"] * 2,
+    *["finish", "preempt", "give_back", "replace_last_token", "pin", "occupy", "evict", "reset"],
+    *["skip", "ask", "take_events"],
 ]
 
 
@@ -71,7 +71,9 @@ class MixMachine(RuleBasedStateMachine):
 
     def reserved(self, data: st.DataObject, twin: Twin, arguments: dict[str, Any]) -> int:
         """Blocks to reserve: often exactly as many as the prediction leaves, or one more."""
-        choices = ["none"] * 5 + ["few", "all but", "one too many"]
+        tight = ["all but", "one too many"]
+        is_tight = arguments.pop("is_tight", False)
+        choices = tight if is_tight else ["none"] * 5 + ["few", *tight]
         how = data.draw(st.sampled_from(choices), label="reserved")
         if how in ("none", "few"):
             return 0 if how == "none" else data.draw(st.integers(1, 4))
@@ -88,6 +90,7 @@ class MixMachine(RuleBasedStateMachine):
         **arguments: Any,
     ) -> bool:
         reserved = self.reserved(data, twin, {**arguments, "new_computed_blocks": hits[1]})
+        arguments.pop("is_tight", None)
         arguments["reserved_blocks"] = reserved
         ours = self.ours.allocate_slots(twin.shown, new_computed_blocks=hits[0], **arguments)
         theirs = self.theirs.allocate_slots(twin.theirs, new_computed_blocks=hits[1], **arguments)
@@ -152,12 +155,14 @@ class MixMachine(RuleBasedStateMachine):
     # -- requests
 
     def arrive(self, data: st.DataObject) -> None:
-        tokens = data.draw(prompts(), label="prompt")[: self.longest]
+        room = data.draw(st.sampled_from([0, 8, 16, 24]), label="room")  # for the output
+        tokens = data.draw(prompts(), label="prompt")[: max(1, self.longest - room)]
         skip_reading = data.draw(st.integers(0, 9), label="skip reading?") == 1
         self.twins.append(self.requests.make(tokens, data.draw(extras()), skip_reading))
 
     def admit(self, data: st.DataObject) -> None:
-        if len(self.twins) < 6 and data.draw(st.integers(0, 2), label="new?") < 2:
+        nobody_waits = all(twin.state != "waiting" for twin in self.twins)
+        if len(self.twins) < 6 and (nobody_waits or data.draw(st.booleans(), label="new?")):
             self.arrive(data)
         twin = self.some(data, "waiting")
         if twin is None:
@@ -168,7 +173,9 @@ class MixMachine(RuleBasedStateMachine):
         external = data.draw(st.integers(1, rest), label="external") if loads else 0
         delayed = loads and (external == rest or data.draw(st.booleans(), label="delayed"))
         most = min(rest - external, self.budget)
-        new = 0 if delayed else data.draw(st.integers(1, most), label="new")
+        # Often all that is left: what drafts do shows only behind the prompt.
+        chunk = st.one_of(st.just(most), st.integers(1, max(1, most)))
+        new = 0 if delayed else data.draw(chunk, label="new")
         encoder = data.draw(st.integers(0, 9)) if self.mix.has_cross_attention else 0
         admitted = self.allocate(
             data,
@@ -208,12 +215,23 @@ class MixMachine(RuleBasedStateMachine):
         computed = min(loaded, twin.theirs.num_tokens - 1)
         twin.set(num_computed_tokens=computed, status="RUNNING")
 
-    def advance(self, data: st.DataObject, twin: Twin, new: int, drafts: int, **more: Any) -> bool:
+    def advance(
+        self,
+        data: st.DataObject,
+        twin: Twin,
+        new: int,
+        drafts: int,
+        rejects_all: bool = False,
+        **more: Any,
+    ) -> bool:
         """A prefill chunk, or a decode step with drafts, some of which are accepted."""
         computed = twin.theirs.num_computed_tokens
         if not self.allocate(data, twin, num_new_tokens=new + drafts, **more):
             return False
-        accepted = data.draw(st.integers(0, drafts), label="accepted") if drafts else 0
+        choices = [0, 0, *range(1, drafts + 1)]
+        accepted = 0
+        if drafts and not rejects_all:
+            accepted = data.draw(st.sampled_from(choices), label="accepted")
         twin.set(num_computed_tokens=computed + new + accepted)
         if computed + new == twin.theirs.num_tokens:  # the step samples tokens
             sampled = min(accepted + 1, self.longest - twin.theirs.num_tokens)
@@ -228,7 +246,8 @@ class MixMachine(RuleBasedStateMachine):
         if twin is None or twin.remaining < 1:
             return
         computed = twin.theirs.num_computed_tokens
-        new = data.draw(st.integers(1, min(twin.remaining, self.budget)), label="new")
+        most = min(twin.remaining, self.budget)
+        new = data.draw(st.one_of(st.just(most), st.integers(1, most)), label="new")
         room = min(self.longest - computed, self.budget) - new
         drafts = 0
         if new == twin.remaining and data.draw(st.booleans(), label="drafts?"):
@@ -245,26 +264,43 @@ class MixMachine(RuleBasedStateMachine):
             new,
             drafts,
             num_lookahead_tokens=data.draw(st.sampled_from([0, 0, 1, 3]), label="lookahead"),
-            num_in_flight_tokens=in_flight if by_argument else None,
+            num_in_flight_tokens=in_flight if by_argument else 0,
         )
 
+    def reject_drafts(self, data: st.DataObject) -> None:
+        """All drafts of a step are rejected, and the next has none: the row is too long then."""
+        twin = self.some(data, "running")
+        if twin is None:
+            return
+        twin.set(num_in_flight_tokens=0)
+        while twin.remaining > 1:
+            if not self.advance(data, twin, min(twin.remaining, self.budget), 0):
+                return
+        room = min(self.longest - twin.theirs.num_tokens, self.budget) - 1
+        drafts = min(self.mix.most_drafts, room)
+        if drafts > 0 and self.advance(data, twin, 1, drafts, rejects_all=True):
+            self.advance(data, twin, 1, 0, is_tight=True)
+
     def schedule(self, data: st.DataObject) -> None:
-        """A step of the whole batch; who finds no blocks is preempted, the last first."""
-        share = data.draw(st.integers(1, 12), label="share")
+        """Steps of the whole batch; who finds no blocks is preempted, the last first."""
+        share = data.draw(st.sampled_from([1, 3, 8, 64, 64]), label="share")
         lookahead = data.draw(st.sampled_from([0, 0, 2]), label="lookahead")
-        self.begin_step(data)
-        for twin in [twin for twin in self.twins if twin.state == "running"]:
-            if twin.state != "running" or twin.remaining < 1:
-                continue
-            twin.set(num_in_flight_tokens=0)
-            new = min(twin.remaining, self.budget, share)
-            while not self.advance(data, twin, new, 0, num_lookahead_tokens=lookahead):
-                victim = [other for other in self.twins if other.state == "running"][-1]
-                self.ours.free(victim.shown)
-                self.theirs.free(victim.theirs)
-                self.preempted(victim)
-                if victim is twin:
-                    break
+        for _ in range(data.draw(st.integers(1, 5), label="steps")):
+            self.begin_step(data)
+            for twin in [twin for twin in self.twins if twin.state == "running"]:
+                if twin.state == "running" and twin.remaining > 0:
+                    self.step_of_batch(data, twin, share, lookahead)
+
+    def step_of_batch(self, data: st.DataObject, twin: Twin, share: int, lookahead: int) -> None:
+        twin.set(num_in_flight_tokens=0)
+        new = min(twin.remaining, self.budget, share)
+        while not self.advance(data, twin, new, 0, num_lookahead_tokens=lookahead):
+            victim = [other for other in self.twins if other.state == "running"][-1]
+            self.ours.free(victim.shown)
+            self.theirs.free(victim.theirs)
+            self.preempted(victim)
+            if victim is twin:
+                return
 
     def replace_last_token(self, data: st.DataObject) -> None:
         """A streaming session drops what was sampled last, and goes on with new input."""
@@ -381,7 +417,9 @@ class MixMachine(RuleBasedStateMachine):
     # Chosen by weight, and by one rule: Hypothesis would leave single rules out of whole runs.
     @rule(data=st.data(), action=st.sampled_from(ACTIONS))
     def act(self, data: st.DataObject, action: str) -> None:
-        getattr(self, action)(data)
+        is_idle = all(twin.state != "running" for twin in self.twins)
+        needs_running = action in ("step", "schedule", "preempt", "finish", "reject_drafts")
+        getattr(self, "admit" if is_idle and needs_running else action)(data)
 
     @invariant()
     def same_state(self) -> None:

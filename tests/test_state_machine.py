@@ -215,7 +215,7 @@ class ManagerMachine(RuleBasedStateMachine):
             num_new_tokens=new + drafts,
             num_lookahead_tokens=lookahead,
             reserved_blocks=data.draw(st.sampled_from([0, 0, 0, 1, 4]), label="reserved"),
-            num_in_flight_tokens=in_flight if by_argument else None,
+            num_in_flight_tokens=in_flight if by_argument else 0,
         )
         if not done:
             return

@@ -34,7 +34,7 @@ class Call:
     full_sequence_must_fit: bool = False
     reserved_blocks: int = 0
     has_scheduled_reqs: bool = True
-    num_in_flight_tokens: int | None = None
+    num_in_flight_tokens: int = 0  # 0: the request's own
 
 
 class KVCacheManager:
@@ -169,9 +169,7 @@ class KVCacheManager:
         return self.watermark_blocks if call.has_scheduled_reqs and waiting else 0
 
     def _release_skipped(self, request: Request, call: Call, demand: Demand) -> None:
-        in_flight = call.num_in_flight_tokens
-        if in_flight is None:
-            in_flight = request.num_in_flight_tokens
+        in_flight = call.num_in_flight_tokens or request.num_in_flight_tokens
         landed = max(0, demand.total_computed - in_flight)  # case C10
         self.remove_skipped_blocks(request.id, landed, request.num_prompt_tokens)
 
