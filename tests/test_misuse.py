@@ -74,6 +74,14 @@ class World:
         self.pop()
         self.manager.free_popped(self.lease)
 
+    def give_back_another_manager_s_lease(self) -> None:
+        """It is refused, and still good for its own manager."""
+        lease = self.other.pop_blocks_for_free(make_request("other", range(8)))
+        try:
+            self.manager.free_popped(lease)
+        finally:
+            self.other.free_popped(lease)
+
     def pop_and_give_back_half(self) -> None:
         """The running request is taken out and some of its blocks are given back."""
         self.pop()
@@ -160,9 +168,7 @@ MISUSES = [
     Misuse(
         "another manager's lease",
         kvyard.ForeignBlockError,
-        lambda w: w.manager.free_popped(
-            w.other.pop_blocks_for_free(make_request("other", range(8)))
-        ),
+        World.give_back_another_manager_s_lease,
     ),
     # 25, 26
     Misuse("nothing to allocate", Argument, lambda w: w.allocate(w.running, 0)),

@@ -260,7 +260,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if deferred:
             lease = self.ours.pop_blocks_for_free(twin.shown)
             groups = self.theirs.pop_blocks_for_free(twin.theirs)
-            assert helpers.ids_of(list(lease)) == [i for row in groups for i in row]
+            # Not as a list, which would dissolve the lease.
+            popped = [lease[at].block_id for at in range(len(lease))]
+            assert popped == [i for row in groups for i in row]
             self.leases.append((lease, groups))
         else:
             self.ours.free(twin.shown)

@@ -5,7 +5,8 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use kvyard_core::op::{Op, World, presets};
+use kvyard_core::op::Op;
+use kvyard_core::world::{World, presets};
 use libfuzzer_sys::fuzz_target;
 
 /// Long enough for blocks to be evicted and rows to be used again.

@@ -19,6 +19,7 @@ __all__ = [
     "KVCacheEvictionEvent",
     "KVCacheManager",
     "KVCacheMetricsCollector",
+    "LostLease",
     "PoolBlocks",
     "PrefixCacheStats",
     "Request",
@@ -438,8 +439,13 @@ class KVCacheBlocks:
 class BlockLease(Sequence[KVCacheBlock]):
     """The blocks of a request that was taken out of a manager, and the duty to give them back.
 
-    `iter` and `reversed` carry the lease: a whole walk given to `BlockPool.free_blocks` settles it.
-    A slice is a plain list and settles nothing.
+    `iter` and `reversed` carry the lease: given to `BlockPool.free_blocks`, they release it whole.
+    A plain list copied from it (a slice, or a walk to its end) dissolves it: its references are then
+    only counted, for `free_blocks` to take back by block.
+
+    A lease that is garbage-collected unreleased gives nothing back, because a step in flight may
+    still read its blocks: they stay held, a `ResourceWarning` names them, and
+    `KVCacheManager.lost_leases` lists them.
     """
 
     @property
@@ -466,6 +472,17 @@ class BlockLeaseIterator:
     def __iter__(self) -> Self: ...
     def __next__(self) -> KVCacheBlock: ...
     def __length_hint__(self) -> int: ...
+
+@final
+class LostLease:
+    """What is known of a lease that was garbage-collected unreleased."""
+
+    @property
+    def request_id(self) -> str:
+        """Whose blocks they were."""
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The blocks that stay held, in table order, null blocks left out."""
 
 @final
 class PoolBlocks(Sequence[KVCacheBlock]):
@@ -908,10 +925,19 @@ class KVCacheManager:
     def pop_blocks_for_free(self, request: _Request) -> BlockLease:
         """Take a request out and hand its blocks to the caller, who gives them back later."""
     def free_popped(self, lease: BlockLease) -> None:
-        """Give a lease's blocks back.
+        """Give a lease's blocks back, in the order that the semantics say.
 
         Raises:
             DoubleFreeError: They were given back already.
+            ForeignBlockError: The lease is another manager's.
+        """
+    def lost_leases(self) -> list[LostLease]:
+        """Leases that were garbage-collected unreleased, oldest first; their blocks stay held."""
+    def reclaim(self, lease: LostLease) -> None:
+        """Give the blocks of a lost lease back, once no step in flight can read them.
+
+        Raises:
+            DoubleFreeError: They were reclaimed already.
             ForeignBlockError: The lease is another manager's.
         """
     def remove_skipped_blocks(

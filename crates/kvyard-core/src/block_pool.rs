@@ -14,6 +14,7 @@
 //! * I8: without caching, no keys and no events but resets.
 //! * I9: every key covers a positive multiple of the hash block size.
 //! * I13: usage lies in 0..=1.
+//! * I20: references of leases are references handed out.
 
 mod handed_out;
 
@@ -53,6 +54,8 @@ pub struct BlockPool {
     pub(crate) prefix: PrefixMap,
     pub(crate) row_references: Vec<u32>,
     pub(crate) handed_out: Vec<u32>,
+    /// How many of the references handed out belong to leases; the others are only counted.
+    pub(crate) leased: Vec<u32>,
     /// When a block last lost its key or was allocated, in epochs since `epoch_base`; 0: never.
     lost_at: Vec<u32>,
     epoch: u64,
@@ -95,6 +98,7 @@ impl BlockPool {
             prefix,
             row_references: vec![0; blocks],
             handed_out: vec![0; blocks],
+            leased: vec![0; blocks],
             lost_at: vec![0; blocks],
             epoch: 0,
             epoch_base: 0,
@@ -508,6 +512,8 @@ impl BlockPool {
             held += usize::from(in_use);
             let is_free = !in_use && index > self.num_withdrawn;
             assert_eq!(self.queue.contains(block), is_free, "I2: block {block}");
+            let (leased, handed_out) = (self.leased[block.index()], self.handed_out[block.index()]);
+            assert!(leased <= handed_out, "I20: block {block}: {leased} of {handed_out}");
             let keys = self.prefix.primary(block).into_iter().chain(self.prefix.aliases(block));
             for key in keys {
                 assert!(self.config.enable_caching, "I8: block {block} has a key");

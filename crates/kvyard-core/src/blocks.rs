@@ -145,7 +145,16 @@ impl KVCacheBlocks {
 
 /// References outside the manager: blocks handed out by the pool or popped from a request. Neither
 /// copied nor cloned; given back whole, once. Dropping it gives nothing back: a step in flight may
-/// still read the blocks, and the order of release is the order of eviction.
+/// still read the blocks, and the order of release is the order of eviction. So a second release does
+/// not compile:
+///
+/// ```compile_fail,E0382
+/// # use kvyard_core::{KVCacheManager, KVCacheManagerConfig};
+/// # let mut manager = KVCacheManager::new(KVCacheManagerConfig::new(8, 4, 64), None).unwrap();
+/// let lease = manager.pool_mut().get_new_blocks(2).unwrap();
+/// manager.pool_mut().free(lease).unwrap();
+/// manager.pool_mut().free(lease).unwrap(); // use of moved value
+/// ```
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is dropped keeps its blocks held for ever"]
 pub struct BlockLease {
@@ -153,6 +162,7 @@ pub struct BlockLease {
     pub(crate) ends: GroupEnds,
     pub(crate) pool: u64,
     pub(crate) epoch: u64,
+    pub(crate) request: Option<String>,
 }
 
 impl BlockLease {
@@ -176,9 +186,8 @@ impl BlockLease {
         self.epoch
     }
 
-    /// Dissolves the lease: its references are only counted from now on, and go back through
-    /// `BlockPool::free_counted`.
-    pub fn dissolve(self) -> Vec<BlockId> {
-        self.ids
+    /// The request the blocks were popped from; none for blocks that the pool handed out.
+    pub fn request(&self) -> Option<&str> {
+        self.request.as_deref()
     }
 }

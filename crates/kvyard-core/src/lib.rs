@@ -14,6 +14,8 @@ pub mod error;
 
 pub mod semantics;
 
+pub mod op;
+
 pub mod block_hash;
 
 pub mod hashing;
@@ -47,7 +49,7 @@ pub mod coordinator;
 pub mod manager;
 
 #[cfg(feature = "testing")]
-pub mod op;
+pub mod world;
 
 pub use block_hash::BlockHash;
 pub use block_pool::{BlockPool, BlockPoolConfig};

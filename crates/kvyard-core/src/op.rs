@@ -1,26 +1,16 @@
-//! The operations of a schedule as data: one language for property tests, the fuzzer and benches,
-//! and the [`World`] that carries them out and checks after each what must hold.
+//! The operations on a manager as data: one language for property tests, the fuzzer, benches and the
+//! history of a manager.
 //!
-//! Operands are small numbers that the world maps onto what it has (the third of its requests, a
-//! block that somebody holds), so that any list of operations means something. Most keep the
-//! contract; what breaks it is expected to be refused, with nothing changed.
-
-mod audit;
-mod misuse;
-mod pool;
-mod presets;
-mod world;
-
-pub use presets::presets;
-pub use world::{World, WorldConfig};
-
-use arbitrary::Arbitrary;
+//! In a history, operands are what they say: a request is its row. In a schedule they are small numbers
+//! that a [`World`](crate::world::World) maps onto what it has (the third of its requests, a block that
+//! somebody holds), so that any list of operations means something.
 
 use crate::error::KVCacheError;
 use crate::id::BlockId;
 
 /// A block as an operand.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Arbitrary)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "testing", derive(arbitrary::Arbitrary))]
 pub enum BlockChoice {
     /// One of the references handed out, if there are any.
     HandedOut(u8),
@@ -29,7 +19,8 @@ pub enum BlockChoice {
 }
 
 /// What beside its tokens enters a request's hashes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Arbitrary)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "testing", derive(arbitrary::Arbitrary))]
 pub enum Identity {
     /// Nothing.
     #[default]
@@ -43,7 +34,8 @@ pub enum Identity {
 }
 
 /// Which lookup result an allocation uses.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Arbitrary)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "testing", derive(arbitrary::Arbitrary))]
 pub enum HitUse {
     /// None.
     #[default]
@@ -55,24 +47,32 @@ pub enum HitUse {
 }
 
 /// Arguments of an `allocate_slots`, as operands.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Arbitrary)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "testing", derive(arbitrary::Arbitrary))]
 pub struct AllocateOp {
     /// Which request.
-    pub request: u8,
+    #[cfg_attr(feature = "testing", arbitrary(with = small))]
+    pub request: u32,
     /// New tokens, at most those that the request still has to compute; a few drafts on top.
-    pub num_new_tokens: u8,
+    #[cfg_attr(feature = "testing", arbitrary(with = small))]
+    pub num_new_tokens: u32,
     /// Drafts.
-    pub num_draft_tokens: u8,
+    #[cfg_attr(feature = "testing", arbitrary(with = small))]
+    pub num_draft_tokens: u32,
     /// The hit.
     pub hit: HitUse,
     /// Extra slots for a drafter.
-    pub num_lookahead_tokens: u8,
+    #[cfg_attr(feature = "testing", arbitrary(with = small))]
+    pub num_lookahead_tokens: u32,
     /// Tokens from a connector.
-    pub num_external_computed_tokens: u8,
+    #[cfg_attr(feature = "testing", arbitrary(with = small))]
+    pub num_external_computed_tokens: u32,
     /// Tokens of steps in flight.
-    pub num_in_flight_tokens: u8,
+    #[cfg_attr(feature = "testing", arbitrary(with = small))]
+    pub num_in_flight_tokens: u32,
     /// Blocks promised to others.
-    pub reserved_blocks: u8,
+    #[cfg_attr(feature = "testing", arbitrary(with = small))]
+    pub reserved_blocks: u32,
     /// One bit each: delay caching, gate on the whole sequence, others are scheduled, plan and apply
     /// in two calls.
     pub flags: u8,
@@ -88,13 +88,15 @@ impl AllocateOp {
     /// Bit of `flags`: plan, reserve and apply are separate calls.
     pub const SPLIT: u8 = 8;
 
-    pub(crate) fn has(&self, flag: u8) -> bool {
+    /// Whether a bit of `flags` is set.
+    pub fn has(&self, flag: u8) -> bool {
         self.flags & flag != 0
     }
 }
 
 /// A call that breaks the contract, whatever the state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Arbitrary)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "testing", derive(arbitrary::Arbitrary))]
 pub enum Misuse {
     /// `allocate_slots` for no tokens.
     NothingToAllocate,
@@ -125,73 +127,94 @@ pub enum Misuse {
 }
 
 /// One operation.
-#[derive(Clone, Debug, PartialEq, Eq, Arbitrary)]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "testing", derive(arbitrary::Arbitrary))]
 pub enum Op {
     /// A request of `shared` tokens of one of a few prefixes and `own` tokens of its own.
     NewRequest {
         /// Which prefix.
-        prefix: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        prefix: u32,
         /// How much of it.
-        shared: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        shared: u32,
         /// Own tokens.
-        own: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        own: u32,
         /// What else enters its hashes.
         identity: Identity,
     },
     /// Outputs arrive.
     Append {
         /// Which request.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
         /// How many.
-        count: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        count: u32,
     },
     /// The scheduler sets the computed tokens.
     SetComputed {
         /// Which request.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
         /// To what, at most its tokens.
-        num_tokens: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        num_tokens: u32,
     },
     /// The request loses its blocks and waits again.
     Preempt {
         /// Which request.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
     },
     /// `get_computed_blocks`.
     Lookup {
         /// Which request.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
     },
     /// `allocate_slots`.
     Allocate(AllocateOp),
     /// `cache_blocks`.
     CacheBlocks {
         /// Which request.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
         /// Up to which token; at most those computed.
-        num_tokens: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        num_tokens: u32,
     },
     /// `free`; the request is done.
     Free {
         /// Which request.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
     },
     /// `pop_blocks_for_free`; the request is done.
     Pop {
         /// Which request.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
     },
     /// A lease goes back.
     FreeLease {
         /// Which lease.
-        lease: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        lease: u32,
         /// Through `KVCacheManager::free_popped`, else `BlockPool::free`.
         through_manager: bool,
     },
     /// A lease's references are only counted from now on.
     DissolveLease {
         /// Which lease.
-        lease: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        lease: u32,
+    },
+    /// `lease_counted`.
+    LeaseCounted {
+        /// Which blocks.
+        blocks: Vec<BlockChoice>,
     },
     /// `free_counted`.
     FreeCounted {
@@ -201,7 +224,8 @@ pub enum Op {
     /// `get_new_blocks`.
     GetNewBlocks {
         /// How many.
-        count: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        count: u32,
     },
     /// `touch`.
     Touch {
@@ -211,26 +235,32 @@ pub enum Op {
     /// The pool's `cache_full_blocks`, for blocks that stand in no row.
     CacheFull {
         /// Whose hashes.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
         /// Position of the first block.
-        start: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        start: u32,
         /// Which blocks.
         blocks: Vec<BlockChoice>,
         /// Which are worth a key, one bit each; none: all.
         mask: Option<u8>,
         /// The group, where there are several.
-        group: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        group: u32,
     },
     /// The pool's `cache_partial_block`.
     CachePartial {
         /// Whose hashes.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
         /// Which block.
         block: BlockChoice,
         /// The boundary, in hash blocks.
-        boundary: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        boundary: u32,
         /// The group, where there are several.
-        group: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        group: u32,
     },
     /// `evict_blocks`.
     Evict {
@@ -246,22 +276,32 @@ pub enum Op {
     /// Everything that only reads.
     Read {
         /// Which request.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
     },
     /// `remove_skipped_blocks`.
     RemoveSkipped {
         /// Which request.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
         /// Computed tokens, at most its tokens.
-        num_tokens: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        num_tokens: u32,
     },
     /// A breach of contract.
     Misuse {
         /// Which.
         kind: Misuse,
         /// Of which request.
-        request: u8,
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
     },
+}
+
+/// An operand of a schedule: few different numbers, so that operations meet.
+#[cfg(feature = "testing")]
+fn small(bytes: &mut arbitrary::Unstructured<'_>) -> arbitrary::Result<u32> {
+    bytes.arbitrary::<u8>().map(u32::from)
 }
 
 /// What an operation did.

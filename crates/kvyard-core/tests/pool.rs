@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use kvyard_core::blocks::GroupEnds;
 use kvyard_core::caching::{BlockMask, CacheFullBlocks};
 use kvyard_core::event_log::{EventLog, KVCacheEvent};
 use kvyard_core::hashing::{BlockHasher, HashAlgorithm};
@@ -70,6 +71,12 @@ fn ids(blocks: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
 
 fn order(pool: &BlockPool) -> Vec<u32> {
     pool.free_blocks_in_order().map(|block| block.0).collect()
+}
+
+/// Blocks held by id.
+fn dissolved(pool: &mut BlockPool, count: usize) -> Vec<BlockId> {
+    let lease = take(pool, count);
+    pool.dissolve(lease).unwrap()
 }
 
 fn take(pool: &mut BlockPool, count: usize) -> BlockLease {
@@ -236,7 +243,7 @@ fn t9_and_t10_plain_blocks_go_to_the_head_and_cached_ones_to_the_tail() {
     let (mut pool, request) = (pool(7), request(0, 8));
     let lease = take(&mut pool, 4);
     cache(&mut pool, &request, &lease.ids()[..2], SIZE).unwrap();
-    let mut blocks = lease.dissolve();
+    let mut blocks = pool.dissolve(lease).unwrap();
     blocks.reverse();
     pool.free_counted(&blocks).unwrap();
     // Supplied 4 3 2 1: the plain run keeps its order at the head, the cached one at the tail.
@@ -516,7 +523,7 @@ fn row_11_more_blocks_than_there_are() {
 #[test]
 fn row_15_and_16_a_double_free_is_refused_whole() {
     let mut pool = pool(6);
-    let blocks = take(&mut pool, 2).dissolve();
+    let blocks = dissolved(&mut pool, 2);
     let twice = [blocks[0], blocks[0]];
     let error = refused(&mut pool, |pool| pool.free_counted(&twice));
     let expected = KVCacheError::DoubleFree {
@@ -537,8 +544,9 @@ fn row_15_and_16_a_double_free_is_refused_whole() {
 #[test]
 fn a_block_handed_out_twice_may_be_freed_twice() {
     let mut pool = pool(6);
-    let blocks = take(&mut pool, 2).dissolve();
-    pool.touch(&blocks[..1]).unwrap().dissolve();
+    let blocks = dissolved(&mut pool, 2);
+    let touched = pool.touch(&blocks[..1]).unwrap();
+    pool.dissolve(touched).unwrap();
     assert_eq!(pool.ref_cnt(blocks[0]), 2);
     pool.free_counted(&[blocks[0], blocks[0]]).unwrap();
     assert_eq!((pool.ref_cnt(blocks[0]), pool.num_free_blocks()), (0, 4));
@@ -582,7 +590,7 @@ fn row_22_and_51_a_lease_belongs_to_its_pool_and_comes_back_whole() {
     let before = mine.state_digest();
     let (error, lease) = mine.free(lease).unwrap_err();
     let expected = KVCacheError::ForeignBlock {
-        what: "the lease".into(),
+        what: "the lease of 2 blocks".into(),
         found: theirs.id(),
         expected: mine.id(),
     };
@@ -591,16 +599,39 @@ fn row_22_and_51_a_lease_belongs_to_its_pool_and_comes_back_whole() {
     assert_eq!(theirs.num_free_blocks(), 3);
 }
 
+/// What a lease holds is not freed by id, however many others hold the block by id.
 #[test]
-fn row_51_a_lease_whose_blocks_went_back_by_id_is_a_double_free() {
+fn row_51_ids_do_not_take_what_a_lease_holds() {
     let mut pool = pool(4);
     let lease = take(&mut pool, 2);
-    pool.free_counted(&lease.ids()[..1]).unwrap();
-    let before = pool.state_digest();
-    let (error, lease) = pool.free(lease).unwrap_err();
-    assert!(matches!(error, KVCacheError::DoubleFree { block: BlockId(1), .. }), "{error}");
-    assert_eq!(pool.state_digest(), before);
-    assert_eq!(lease.ids(), ids([1, 2]));
+    let error = refused(&mut pool, |pool| pool.free_counted(&lease.ids()[..1]));
+    assert!(matches!(error, KVCacheError::NotOwned { block: BlockId(1), .. }), "{error}");
+    let touched = pool.touch(&ids([1])).unwrap();
+    let touched = pool.dissolve(touched).unwrap();
+    pool.free_counted(&touched).unwrap();
+    let error = refused(&mut pool, |pool| pool.free_counted(&touched));
+    assert!(matches!(error, KVCacheError::NotOwned { block: BlockId(1), .. }), "{error}");
+    assert_eq!((pool.ref_cnt(BlockId(1)), pool.num_free_blocks()), (1, 1));
+    pool.free(lease).unwrap();
+    pool.validate();
+}
+
+/// The reverse of dissolving; what went back by id in between is not there to lease.
+#[test]
+fn counted_references_become_a_lease_again() {
+    let mut pool = pool(5);
+    let blocks = dissolved(&mut pool, 2);
+    let ends = GroupEnds::from_slice(&[2]);
+    let lease = pool.lease_counted(blocks.clone(), ends.clone(), Some("A".into())).unwrap();
+    assert_eq!((lease.ids(), lease.request()), (&blocks[..], Some("A")));
+    let error = refused(&mut pool, |pool| pool.free_counted(&blocks));
+    assert!(matches!(error, KVCacheError::NotOwned { .. }), "{error}");
+    let blocks = pool.dissolve(lease).unwrap();
+    pool.free_counted(&blocks[1..]).unwrap();
+    let error = refused(&mut pool, |pool| pool.lease_counted(blocks.clone(), ends, None));
+    assert!(matches!(error, KVCacheError::DoubleFree { block: BlockId(2), .. }), "{error}");
+    pool.free_counted(&blocks[..1]).unwrap();
+    assert_eq!(pool.num_free_blocks(), 4);
 }
 
 #[test]
@@ -789,8 +820,8 @@ fn residency_follows_a_block_from_allocation_to_reallocation() {
     for gap in 1..=6 {
         time += gap;
         now(&mut pool, time);
-        pool.touch(lease.ids()).unwrap().dissolve();
-        pool.free_counted(lease.ids()).unwrap();
+        let touched = pool.touch(lease.ids()).unwrap();
+        pool.free(touched).unwrap();
     }
     pool.free(lease).unwrap();
     now(&mut pool, 200);

@@ -1,16 +1,16 @@
-//! Blocks as Python sees them: one object a block and pool, snapshots of many, and the lease.
+//! Blocks as Python sees them: one object a block and pool, and snapshots of many.
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use kvyard_core::{BlockId, BlockLease as CoreLease, KVCacheBlocks as CoreBlocks};
-use pyo3::exceptions::{PyIndexError, PyValueError};
+use kvyard_core::{BlockId, KVCacheBlocks as CoreBlocks};
+use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PySlice, PyTuple};
 
-use crate::error::{DoubleFreeError, ForeignBlockError, OrPython, invalid_argument};
-use crate::shared::Shared;
+use crate::error::{ForeignBlockError, OrPython, invalid_argument};
+use crate::shared::{Shared, lock};
 
 /// One block. Its fields are read from the pool at each access; there is one object a block.
 #[pyclass(frozen, module = "kvyard._kvyard")]
@@ -76,7 +76,7 @@ impl BlockObjects {
 
     /// The object of a block.
     pub(crate) fn block(&self, py: Python<'_>, block: BlockId) -> PyResult<Py<KVCacheBlock>> {
-        let mut objects = self.objects.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut objects = lock(&self.objects);
         if let Some(object) = objects.get(&block) {
             return Ok(object.clone_ref(py));
         }
@@ -214,149 +214,6 @@ pub(crate) fn id_lists<'py>(py: Python<'py>, blocks: &CoreBlocks) -> PyResult<Bo
     let lists = (0..blocks.num_groups())
         .map(|group| PyList::new(py, blocks.blocks(group).iter().map(|block| block.0)));
     PyTuple::new(py, lists.collect::<PyResult<Vec<_>>>()?)
-}
-
-/// References outside the manager: the blocks of a popped request, held until they are given back,
-/// whole and once. A sequence of its blocks in table order, nulls included.
-#[pyclass(frozen, sequence, module = "kvyard._kvyard")]
-#[derive(Debug)]
-pub(crate) struct BlockLease {
-    pub(crate) lease: Mutex<Option<CoreLease>>,
-    ids: Vec<BlockId>,
-    ends: Vec<u32>,
-    objects: Arc<BlockObjects>,
-    request_id: String,
-}
-
-impl BlockLease {
-    pub(crate) fn new(lease: CoreLease, objects: Arc<BlockObjects>, request_id: String) -> Self {
-        Self {
-            ids: lease.ids().to_vec(),
-            ends: lease.group_ends().to_vec(),
-            lease: Mutex::new(Some(lease)),
-            objects,
-            request_id,
-        }
-    }
-
-    /// Takes the references out, for `work` to give back; they return here if that is refused.
-    pub(crate) fn release(
-        &self,
-        work: impl FnOnce(CoreLease) -> PyResult<Result<(), (kvyard_core::KVCacheError, CoreLease)>>,
-    ) -> PyResult<()> {
-        let mut slot = self.lease.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(lease) = slot.take() else {
-            return Err(DoubleFreeError::new_err(format!(
-                "the blocks popped from request {:?} were given back already; nothing was freed",
-                self.request_id
-            )));
-        };
-        work(lease)?.map_err(|(error, lease)| {
-            *slot = Some(lease);
-            crate::error::to_python(&error)
-        })
-    }
-}
-
-#[pymethods]
-impl BlockLease {
-    /// The request the blocks were popped from.
-    #[getter]
-    fn request_id(&self) -> &str {
-        &self.request_id
-    }
-
-    /// Whether the blocks were given back.
-    #[getter]
-    fn released(&self) -> bool {
-        self.lease.lock().unwrap_or_else(PoisonError::into_inner).is_none()
-    }
-
-    /// Where each group's blocks end.
-    #[getter]
-    fn group_bounds(&self) -> Vec<u32> {
-        self.ends.clone()
-    }
-
-    fn __len__(&self) -> usize {
-        self.ids.len()
-    }
-
-    fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        index_blocks(&self.objects, &self.ids, index)
-    }
-
-    /// The first position of a block, from `start` on and before `stop`.
-    #[pyo3(signature = (value, start = 0, stop = isize::MAX, /))]
-    fn index(&self, value: &Bound<'_, PyAny>, start: isize, stop: isize) -> PyResult<usize> {
-        let wanted = self.objects.id(value).ok();
-        let searched = slice_bounds(self.ids.len(), start, stop);
-        let (first, found) = (searched.start, self.ids.get(searched).unwrap_or(&[]));
-        let at = found.iter().position(|block| Some(*block) == wanted);
-        at.map(|at| first + at)
-            .ok_or_else(|| PyValueError::new_err(format!("{value} is not in the lease")))
-    }
-
-    /// How often a block occurs; only the null block can occur more than once.
-    #[pyo3(signature = (value, /))]
-    fn count(&self, value: &Bound<'_, PyAny>) -> usize {
-        let wanted = self.objects.id(value).ok();
-        self.ids.iter().filter(|block| Some(**block) == wanted).count()
-    }
-
-    fn __contains__(&self, value: &Bound<'_, PyAny>) -> bool {
-        self.count(value) > 0
-    }
-
-    fn __iter__(slf: &Bound<'_, Self>) -> BlockLeaseIterator {
-        BlockLeaseIterator { lease: slf.clone().unbind(), reversed: false, next: Mutex::new(0) }
-    }
-
-    fn __reversed__(slf: &Bound<'_, Self>) -> BlockLeaseIterator {
-        BlockLeaseIterator { lease: slf.clone().unbind(), reversed: true, next: Mutex::new(0) }
-    }
-
-    fn __eq__(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<bool> {
-        self.objects.list(py, &self.ids)?.eq(other)
-    }
-
-    fn __repr__(&self) -> String {
-        let ids: Vec<u32> = self.ids.iter().map(|block| block.0).collect();
-        format!("BlockLease({:?}, {ids:?})", self.request_id)
-    }
-}
-
-/// Walks a lease forwards or backwards, and still is the lease when it is given to `free_blocks`.
-#[pyclass(frozen, module = "kvyard._kvyard")]
-#[derive(Debug)]
-pub(crate) struct BlockLeaseIterator {
-    pub(crate) lease: Py<BlockLease>,
-    pub(crate) reversed: bool,
-    next: Mutex<usize>,
-}
-
-#[pymethods]
-impl BlockLeaseIterator {
-    fn __iter__(slf: Py<Self>) -> Py<Self> {
-        slf
-    }
-
-    fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let lease = self.lease.get();
-        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(last) = lease.ids.len().checked_sub(*next + 1) else {
-            return Ok(None);
-        };
-        let at = if self.reversed { last } else { *next };
-        *next += 1;
-        let block = lease.objects.block(py, lease.ids[at])?;
-        Ok(Some(block.into_bound(py).into_any()))
-    }
-
-    fn __length_hint__(&self) -> usize {
-        let next = *self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        self.lease.get().ids.len().saturating_sub(next)
-    }
 }
 
 /// The positions that a Python slice from `start` to `stop` covers.

@@ -1,7 +1,5 @@
 //! The event log as the objects of `kvyard.events`.
 
-use std::sync::PoisonError;
-
 use kvyard_core::BlockHash;
 use kvyard_core::event_log::KVCacheEvent;
 use kvyard_core::hashing::ExtraKey;
@@ -52,8 +50,7 @@ pub(crate) fn take_events(
     if !shared.enable_kv_cache_events {
         return Ok(Vec::new());
     }
-    let mut log =
-        std::mem::take(&mut *shared.spare_events.lock().unwrap_or_else(PoisonError::into_inner));
+    let mut log = std::mem::take(&mut *shared.spare_events());
     shared.with(py, |core| core.pool_mut().take_event_log(&mut log))?;
     let reader = Reader {
         py,
@@ -64,7 +61,7 @@ pub(crate) fn take_events(
     };
     let events = log.iter().map(|event| reader.object(&event)).collect();
     log.clear();
-    *shared.spare_events.lock().unwrap_or_else(PoisonError::into_inner) = log;
+    *shared.spare_events() = log;
     events
 }
 

@@ -10,6 +10,7 @@ mod convert;
 mod error;
 mod events;
 mod hashing;
+mod lease;
 mod manager;
 mod metrics;
 mod pool;
@@ -21,9 +22,11 @@ mod shared;
 #[pyo3::pymodule]
 mod _kvyard {
     #[pymodule_export]
-    use crate::blocks::{BlockLease, BlockLeaseIterator, KVCacheBlock, KVCacheBlocks};
+    use crate::blocks::{KVCacheBlock, KVCacheBlocks};
     #[pymodule_export]
     use crate::hashing::{BlockHasher, HashFunction, hash_block_tokens};
+    #[pymodule_export]
+    use crate::lease::{BlockLease, BlockLeaseIterator, LostLease};
     #[pymodule_export]
     use crate::manager::{CacheHit, KVCacheManager, PrefixCacheStats};
     #[pymodule_export]

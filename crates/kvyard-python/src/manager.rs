@@ -10,11 +10,12 @@ use kvyard_core::{
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use crate::blocks::{BlockLease, BlockObjects, KVCacheBlocks, id_lists};
+use crate::blocks::{BlockObjects, KVCacheBlocks, id_lists};
 use crate::config::{config_count, groups, positive, positive_number};
 use crate::convert::count;
 use crate::error::OrPython;
 use crate::events::{take_events, use_int_block_hashes};
+use crate::lease::{BlockLease, LostLease};
 use crate::metrics::KVCacheMetricsCollector;
 use crate::pool::{BlockPool, evicted_ids, state_digest, validate};
 use crate::request::RequestArgument;
@@ -395,7 +396,17 @@ impl KVCacheManager {
     /// Gives popped blocks back, in the order that the semantics say.
     fn free_popped(&self, lease: &Bound<'_, BlockLease>) -> PyResult<()> {
         let py = lease.py();
-        lease.get().release(|lease| self.with(py, |manager| manager.free_popped(lease)))
+        lease.get().release(py, &self.shared, |core, lease| core.manager().free_popped(lease))
+    }
+
+    /// Leases that were garbage-collected unreleased, oldest first. Their blocks stay held.
+    fn lost_leases(&self) -> Vec<LostLease> {
+        crate::lease::lost_leases(&self.objects)
+    }
+
+    /// Gives the blocks of a lost lease back, once no step in flight reads them.
+    fn reclaim(&self, lease: &Bound<'_, LostLease>) -> PyResult<()> {
+        crate::lease::reclaim(lease.py(), &self.objects, lease.get())
     }
 
     /// Releases the blocks that no later token of a request will read.

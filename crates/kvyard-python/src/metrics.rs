@@ -1,12 +1,12 @@
 //! How long blocks live: `KVCacheMetricsCollector`.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use kvyard_core::stats::ResidencyMetrics;
 use pyo3::prelude::*;
 
 use crate::error::{OrPython, invalid_argument};
-use crate::shared::Shared;
+use crate::shared::{Shared, lock};
 
 /// The life of one sampled block, from allocation to re-allocation or eviction; seconds.
 #[pyclass(frozen, get_all, eq, module = "kvyard._kvyard")]
@@ -44,7 +44,7 @@ pub(crate) struct KVCacheMetricsCollector {
 impl KVCacheMetricsCollector {
     /// Metrics for a new pool.
     pub(crate) fn start(&self) -> PyResult<ResidencyMetrics> {
-        if self.attached.lock().unwrap_or_else(PoisonError::into_inner).is_some() {
+        if lock(&self.attached).is_some() {
             return Err(invalid_argument(
                 "metrics_collector",
                 "it belongs to another manager already",
@@ -54,11 +54,11 @@ impl KVCacheMetricsCollector {
     }
 
     pub(crate) fn attach(&self, shared: &Arc<Shared>) {
-        *self.attached.lock().unwrap_or_else(PoisonError::into_inner) = Some(shared.clone());
+        *lock(&self.attached) = Some(shared.clone());
     }
 
     fn attached(&self) -> Option<Arc<Shared>> {
-        self.attached.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.attached).clone()
     }
 }
 

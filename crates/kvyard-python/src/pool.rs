@@ -8,11 +8,10 @@ use pyo3::exceptions::{PyAssertionError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::blocks::{
-    BlockLease, BlockLeaseIterator, BlockObjects, KVCacheBlock, index_blocks, slice_bounds,
-};
+use crate::blocks::{BlockObjects, KVCacheBlock, index_blocks, slice_bounds};
 use crate::convert::{block_hash, count};
-use crate::error::{OrPython, invalid_argument};
+use crate::error::{OrPython, invalid_argument, to_python};
+use crate::lease::{BlockLease, BlockLeaseIterator};
 use crate::metrics::KVCacheMetricsCollector;
 use crate::request::RequestArgument;
 use crate::semantics::Semantics;
@@ -237,16 +236,20 @@ impl BlockPool {
         num_blocks: i64,
     ) -> PyResult<Bound<'py, PyList>> {
         let wanted = count("num_blocks", num_blocks)? as usize;
-        let lease = self.shared.try_with(py, |core| core.pool_mut().get_new_blocks(wanted))?;
-        self.objects.list(py, &lease.dissolve())
+        let ids = self.shared.try_with(py, |core| {
+            let lease = core.pool_mut().get_new_blocks(wanted)?;
+            core.pool_mut().dissolve(lease).map_err(|(error, _)| error)
+        })?;
+        self.objects.list(py, &ids)
     }
 
     /// Takes a reference to each block, so that it cannot be evicted.
     fn touch(&self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = self.objects.ids(blocks)?;
-        let lease = self.shared.try_with(blocks.py(), |core| core.pool_mut().touch(&ids))?;
-        lease.dissolve();
-        Ok(())
+        self.shared.try_with(blocks.py(), |core| {
+            let lease = core.pool_mut().touch(&ids)?;
+            core.pool_mut().dissolve(lease).map(drop).map_err(|(error, _)| error)
+        })
     }
 
     /// Gives handed-out references back, one for each time a block is listed; the order is the
@@ -262,15 +265,14 @@ impl BlockPool {
         };
         let Some((lease, reversed)) = leased else {
             let ids = self.objects.ids(ordered_blocks)?;
-            return self.shared.try_with(py, |core| {
+            let freed = self.shared.with(py, |core| {
                 core.pool_mut().free_counted(&ids).map_err(|error| core.with_owners(error))
-            });
+            })?;
+            return freed.map_err(|error| to_python(&self.shared.open_leases().with_owners(error)));
         };
-        lease.release(|core_lease| {
-            self.shared.with(py, |core| {
-                let pool = core.pool_mut();
-                if reversed { pool.free_reversed(core_lease) } else { pool.free(core_lease) }
-            })
+        lease.release(py, &self.shared, |core, lease| {
+            let pool = core.pool_mut();
+            if reversed { pool.free_reversed(lease) } else { pool.free(lease) }
         })
     }
 

@@ -1,7 +1,7 @@
 //! `kvyard.Request`, and how any request (ours or vLLM's) becomes a call on the core.
 
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use kvyard_core::hashing::{BlockHasher as CoreHasher, ExtraKeySource};
 use kvyard_core::request_view::BlockContent;
@@ -14,7 +14,7 @@ use pyo3::types::{PyBytes, PyString};
 use crate::convert::{self, KeyParts, count, token_ids};
 use crate::error::{ConfigError, OrPython, invalid_argument};
 use crate::hashing::BlockHasher;
-use crate::shared::Shared;
+use crate::shared::{Shared, lock};
 
 /// No row was seen yet.
 const NO_ROW: u32 = u32::MAX;
@@ -55,7 +55,7 @@ pub(crate) struct Request {
 impl Request {
     fn core(&self) -> MutexGuard<'_, CoreRequest> {
         // A request's own fields are valid after any panic: each method sets them last.
-        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.core)
     }
 
     pub(crate) fn row_hint(&self) -> Option<RequestRow> {

@@ -3,7 +3,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, TryLockError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
 use kvyard_core::event_log::EventLog;
@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
 use crate::error::{OrPython, PoisonedError};
+use crate::lease::OpenLeases;
 
 /// A manager, or a pool on its own.
 #[derive(Debug)]
@@ -51,12 +52,24 @@ impl Core {
     }
 }
 
+/// Locks without keeping the interpreter from whoever holds the lock: the holder may need it to go on.
+#[inline]
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    match mutex.try_lock() {
+        Ok(guard) => guard,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => {
+            Python::attach(|py| mutex.lock_py_attached(py)).unwrap_or_else(PoisonError::into_inner)
+        }
+    }
+}
+
 /// What all Python objects of one pool share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     core: Mutex<Core>,
-    /// An event log to swap in while the full one is read.
-    pub(crate) spare_events: Mutex<EventLog>,
+    spare_events: Mutex<EventLog>,
+    open_leases: Mutex<OpenLeases>,
     pub(crate) pool_id: u64,
     pub(crate) num_blocks: u32,
     pub(crate) enable_caching: bool,
@@ -83,11 +96,22 @@ impl Shared {
             enable_kv_cache_events: config.enable_kv_cache_events,
             core: Mutex::new(core),
             spare_events: Mutex::default(),
+            open_leases: Mutex::default(),
             hash_width: AtomicUsize::new(0),
             semantics: config.semantics,
             has_residency,
             started: Instant::now(),
         }
+    }
+
+    /// An event log to swap in while the full one is read.
+    pub(crate) fn spare_events(&self) -> MutexGuard<'_, EventLog> {
+        lock(&self.spare_events)
+    }
+
+    /// The leases that were not given back yet.
+    pub(crate) fn open_leases(&self) -> MutexGuard<'_, OpenLeases> {
+        lock(&self.open_leases)
     }
 
     /// Runs `work` on the core, alone. `work` must not run Python.

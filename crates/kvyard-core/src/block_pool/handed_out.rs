@@ -1,4 +1,8 @@
 //! References outside rows: who takes them, and who may give them back.
+//!
+//! A reference that is handed out belongs to a lease, or is only counted once its lease is dissolved
+//! into plain ids. Ids give back counted references and never a lease's: else a request that frees its
+//! plain list twice would take what another's lease still holds.
 
 use super::BlockPool;
 use crate::blocks::{BlockLease, GroupEnds};
@@ -19,6 +23,7 @@ impl BlockPool {
         for _ in 0..count {
             let block = self.take_head();
             self.handed_out[block.index()] = 1;
+            self.leased[block.index()] = 1;
             ids.push(block);
         }
         Ok(self.lease(ids))
@@ -49,6 +54,7 @@ impl BlockPool {
                     self.queue.remove(*block);
                 }
                 self.handed_out[block.index()] += 1;
+                self.leased[block.index()] += 1;
             }
             ids.push(*block);
         }
@@ -59,13 +65,10 @@ impl BlockPool {
     /// queue if they are not cached, else to its tail.
     ///
     /// # Errors
-    /// `ForeignBlock` for a lease of another pool; `DoubleFree` if its references were given back
-    /// through its ids already. The lease comes back with the error.
+    /// `ForeignBlock` for a lease of another pool, which comes back with the error.
     pub fn free(&mut self, lease: BlockLease) -> Result<(), (KVCacheError, BlockLease)> {
-        if let Err(error) = self.check_lease(&lease) {
-            return Err((error, lease));
-        }
-        self.release_handed_out(lease.ids.iter().copied());
+        let lease = self.end_lease(lease)?;
+        self.release_counted(lease.ids.into_iter());
         Ok(())
     }
 
@@ -74,39 +77,74 @@ impl BlockPool {
     /// # Errors
     /// As `free`.
     pub fn free_reversed(&mut self, lease: BlockLease) -> Result<(), (KVCacheError, BlockLease)> {
-        if let Err(error) = self.check_lease(&lease) {
-            return Err((error, lease));
-        }
-        self.release_handed_out(lease.ids.iter().rev().copied());
+        let lease = self.end_lease(lease)?;
+        self.release_counted(lease.ids.into_iter().rev());
         Ok(())
     }
 
-    /// Gives handed-out references back by id, one for each time a block is listed; the order is the
+    /// Dissolves a lease: its references are only counted from now on, and go back through
+    /// `free_counted`, or become a lease again through `lease_counted`.
+    ///
+    /// # Errors
+    /// As `free`.
+    pub fn dissolve(
+        &mut self,
+        lease: BlockLease,
+    ) -> Result<Vec<BlockId>, (KVCacheError, BlockLease)> {
+        self.end_lease(lease).map(|lease| lease.ids)
+    }
+
+    /// Gives counted references back by id, one for each time a block is listed; the order is the
     /// eviction order. For ids of a dissolved lease.
     ///
     /// # Errors
     /// `InvalidArgument` for an id outside the pool; `DoubleFree` if a block is listed more often than
-    /// references to it are handed out; `NotOwned` if none is, but a request holds the block or it
-    /// was never allocated. Nothing is freed then.
+    /// references to it are counted; `NotOwned` if none is, but a request or a lease holds the block or
+    /// it was never allocated. Nothing is freed then.
     pub fn free_counted(&mut self, blocks: &[BlockId]) -> Result<()> {
-        self.check_handed_out(blocks)?;
-        self.release_handed_out(blocks.iter().copied());
+        self.check_counted(blocks)?;
+        self.release_counted(blocks.iter().copied());
         Ok(())
     }
 
-    pub(crate) fn check_lease(&mut self, lease: &BlockLease) -> Result<()> {
-        if lease.pool != self.id {
-            return Err(KVCacheError::ForeignBlock {
-                what: "the lease".into(),
-                found: lease.pool,
-                expected: self.id,
-            });
+    /// Makes a lease of counted references again, the reverse of `dissolve`.
+    ///
+    /// # Errors
+    /// As `free_counted`.
+    pub fn lease_counted(
+        &mut self,
+        ids: Vec<BlockId>,
+        ends: GroupEnds,
+        request: Option<String>,
+    ) -> Result<BlockLease> {
+        self.check_counted(&ids)?;
+        for block in ids.iter().filter(|block| !block.is_null()) {
+            self.leased[block.index()] += 1;
         }
-        self.check_handed_out(&lease.ids)
+        Ok(BlockLease { ids, ends, pool: self.id, epoch: self.epoch, request })
+    }
+
+    /// The references of a lease become counted ones, for the caller to release.
+    pub(crate) fn end_lease(
+        &mut self,
+        lease: BlockLease,
+    ) -> Result<BlockLease, (KVCacheError, BlockLease)> {
+        if lease.pool != self.id {
+            let what = match &lease.request {
+                Some(request) => format!("the lease of request {request:?}"),
+                None => format!("the lease of {} blocks", lease.ids.len()),
+            };
+            let (found, expected) = (lease.pool, self.id);
+            return Err((KVCacheError::ForeignBlock { what, found, expected }, lease));
+        }
+        for block in lease.ids.iter().filter(|block| !block.is_null()) {
+            self.leased[block.index()] -= 1;
+        }
+        Ok(lease)
     }
 
     /// Whether each block may be given back as often as it is listed.
-    fn check_handed_out(&mut self, blocks: &[BlockId]) -> Result<()> {
+    fn check_counted(&mut self, blocks: &[BlockId]) -> Result<()> {
         for block in blocks {
             self.check_block("blocks", *block)?;
         }
@@ -116,12 +154,11 @@ impl BlockPool {
             if block.is_null() {
                 continue;
             }
-            let handed_out = &mut self.handed_out[block.index()];
-            if *handed_out == 0 {
+            if self.handed_out[block.index()] == self.leased[block.index()] {
                 refused = Some((counted, *block));
                 break;
             }
-            *handed_out -= 1;
+            self.handed_out[block.index()] -= 1;
         }
         let counted = refused.map_or(blocks.len(), |(counted, _)| counted);
         for block in blocks[..counted].iter().filter(|block| !block.is_null()) {
@@ -134,7 +171,7 @@ impl BlockPool {
     }
 
     /// Checked before; the order is the eviction order.
-    pub(crate) fn release_handed_out(&mut self, blocks: impl Iterator<Item = BlockId>) {
+    pub(crate) fn release_counted(&mut self, blocks: impl Iterator<Item = BlockId>) {
         let mut last_plain = NULL_BLOCK;
         for block in blocks.filter(|block| !block.is_null()) {
             self.handed_out[block.index()] -= 1;
@@ -143,44 +180,51 @@ impl BlockPool {
     }
 
     fn refuse_free(&self, block: BlockId, blocks: &[BlockId]) -> KVCacheError {
-        let handed_out = self.handed_out[block.index()];
-        let in_rows = self.row_references[block.index()];
-        if handed_out == 0 && in_rows > 0 {
-            return KVCacheError::NotOwned {
-                block,
-                reason: format!(
-                    "{in_rows} request(s) hold it, and none handed it out; free the request instead"
-                ),
-            };
-        }
-        if handed_out == 0 && !self.was_ever_allocated(block) {
-            return KVCacheError::NotOwned { block, reason: "it was never allocated".into() };
-        }
-        let times = blocks.iter().filter(|other| **other == block).count();
-        KVCacheError::DoubleFree {
-            block,
-            times: u32::try_from(times).unwrap_or(u32::MAX),
-            handed_out,
-            owner: if in_rows > 0 {
-                format!(" ({in_rows} request(s) hold it besides)")
-            } else {
-                String::new()
-            },
-        }
+        let at = block.index();
+        let (leased, in_rows) = (self.leased[at], self.row_references[at]);
+        let counted = self.handed_out[at] - leased;
+        let reason = match (counted, leased, in_rows) {
+            (0, 0, 0) if !self.was_ever_allocated(block) => "it was never allocated".into(),
+            (0, 0, 1..) => format!(
+                "{in_rows} request(s) hold it, and none handed it out; free the request instead"
+            ),
+            (0, 1.., _) => format!(
+                "{leased} lease(s) hold it; give the lease back, or dissolve it into a list first"
+            ),
+            _ => {
+                let times = blocks.iter().filter(|other| **other == block).count();
+                let owner = match in_rows {
+                    0 => String::new(),
+                    _ => format!(" ({in_rows} request(s) hold it besides)"),
+                };
+                return KVCacheError::DoubleFree {
+                    block,
+                    times: length(times),
+                    handed_out: counted,
+                    owner,
+                };
+            }
+        };
+        KVCacheError::NotOwned { block, reason }
     }
 
     fn lease(&self, ids: Vec<BlockId>) -> BlockLease {
-        let end = length(ids.len());
-        let ends = GroupEnds::from_slice(&[end]);
-        BlockLease { ids, ends, pool: self.id, epoch: self.epoch }
+        let ends = GroupEnds::from_slice(&[length(ids.len())]);
+        BlockLease { ids, ends, pool: self.id, epoch: self.epoch, request: None }
     }
 
-    /// A row's references become handed-out ones.
-    pub(crate) fn hand_out(&mut self, ids: Vec<BlockId>, ends: GroupEnds) -> BlockLease {
+    /// A row's references become those of a lease.
+    pub(crate) fn hand_out(
+        &mut self,
+        ids: Vec<BlockId>,
+        ends: GroupEnds,
+        request: Option<String>,
+    ) -> BlockLease {
         for block in ids.iter().filter(|block| !block.is_null()) {
             self.row_references[block.index()] -= 1;
             self.handed_out[block.index()] += 1;
+            self.leased[block.index()] += 1;
         }
-        BlockLease { ids, ends, pool: self.id, epoch: self.epoch }
+        BlockLease { ids, ends, pool: self.id, epoch: self.epoch, request }
     }
 }

@@ -285,7 +285,7 @@ impl KVCacheManager {
         if let Some(row) = row {
             self.forget(row);
         }
-        self.pool.hand_out(ids, ends)
+        self.pool.hand_out(ids, ends, Some(request_id.to_owned()))
     }
 
     /// Returns popped blocks, in the order of an immediate free or across groups, as the semantics
@@ -294,17 +294,15 @@ impl KVCacheManager {
     /// # Errors
     /// As `BlockPool::free`; the lease comes back with the error.
     pub fn free_popped(&mut self, lease: BlockLease) -> Result<(), (KVCacheError, BlockLease)> {
-        if let Err(error) = self.pool.check_lease(&lease) {
-            return Err((error, lease));
-        }
+        let lease = self.pool.end_lease(lease)?;
         match self.config.semantics.deferred_free_order {
             DeferredFreeOrder::AcrossGroups => {
-                self.pool.release_handed_out(lease.ids.iter().rev().copied());
+                self.pool.release_counted(lease.ids.iter().rev().copied());
             }
             DeferredFreeOrder::GroupByGroup => {
                 let mut start = 0;
                 for end in lease.ends.iter().map(|end| *end as usize) {
-                    self.pool.release_handed_out(lease.ids[start..end].iter().rev().copied());
+                    self.pool.release_counted(lease.ids[start..end].iter().rev().copied());
                     start = end;
                 }
             }
@@ -326,20 +324,16 @@ impl KVCacheManager {
         };
         match error {
             KVCacheError::NotOwned { block, reason } => {
-                let names = owners(block);
-                let reason = if names.is_empty() {
-                    reason
-                } else {
-                    format!("request {names} holds it, and it is not handed out; free the request")
+                let reason = match &*owners(block) {
+                    "" => reason,
+                    names => format!("{reason} (request {names})"),
                 };
                 KVCacheError::NotOwned { block, reason }
             }
             KVCacheError::DoubleFree { block, times, handed_out, owner } => {
-                let names = owners(block);
-                let owner = if names.is_empty() {
-                    owner
-                } else {
-                    format!(" (request {names} holds it too)")
+                let owner = match &*owners(block) {
+                    "" => owner,
+                    names => format!(" (request {names} holds it too)"),
                 };
                 KVCacheError::DoubleFree { block, times, handed_out, owner }
             }

@@ -126,6 +126,7 @@ impl StateDigest {
         for block in (0..pool.num_blocks()).map(BlockId) {
             self.number(u64::from(pool.row_references[block.index()]));
             self.number(u64::from(pool.handed_out[block.index()]));
+            self.number(u64::from(pool.leased[block.index()]));
             let keys = pool.prefix.primary(block).into_iter().chain(pool.prefix.aliases(block));
             for key in keys {
                 self.bytes(&key.hash.0);

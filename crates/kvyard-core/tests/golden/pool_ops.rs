@@ -11,7 +11,7 @@ pub(crate) fn perform(replay: &mut Replay, name: &str, op: &Value) -> Value {
         "pool.get_new_blocks" => {
             let lease = pool(replay).get_new_blocks(number(op, "n") as usize).unwrap();
             // What follows gives blocks back one by one.
-            ids(&lease.dissolve())
+            ids(&pool(replay).dissolve(lease).unwrap())
         }
         "pool.free_blocks" => {
             pool(replay).free_counted(&blocks(&op["blocks"])).unwrap();
@@ -19,7 +19,7 @@ pub(crate) fn perform(replay: &mut Replay, name: &str, op: &Value) -> Value {
         }
         "pool.touch" => {
             let lease = pool(replay).touch(&blocks(&op["blocks"])).unwrap();
-            lease.dissolve();
+            pool(replay).dissolve(lease).unwrap();
             Value::Null
         }
         "pool.get_cached_block" => {

@@ -379,16 +379,18 @@ fn a_lease_goes_back_once() {
         let lease = engine.manager.pop_blocks_for_free("running", None);
         assert_eq!(lease.group_ends(), [5, 10]);
         let ids = lease.ids().to_vec();
-        // Given back by id behind the lease's back: then the lease is worth nothing.
-        engine.manager.pool_mut().free_counted(&ids).unwrap();
+        // Its references do not go back by id behind its back.
         let before = engine.manager.state_digest();
-        let (error, lease) = engine.manager.free_popped(lease).unwrap_err();
-        assert!(matches!(error, KVCacheError::DoubleFree { .. }), "{error}");
-        assert_eq!(engine.manager.state_digest(), before);
+        let error = engine.manager.pool_mut().free_counted(&ids).unwrap_err();
+        assert!(matches!(error, KVCacheError::NotOwned { .. }), "{error}");
         // And another manager does not take it.
         let (mut other, _, _) = two_groups(semantics);
-        let (error, _lease) = other.manager.free_popped(lease).unwrap_err();
-        assert!(matches!(error, KVCacheError::ForeignBlock { .. }), "{error}");
+        let (error, lease) = other.manager.free_popped(lease).unwrap_err();
+        assert!(error.to_string().contains("the lease of request \"running\""), "{error}");
+        assert_eq!(engine.manager.state_digest(), before);
+        engine.manager.free_popped(lease).unwrap();
+        let error = engine.manager.pool_mut().free_counted(&ids).unwrap_err();
+        assert!(matches!(error, KVCacheError::DoubleFree { .. }), "{error}");
         engine.manager.validate();
     }
 }

@@ -278,12 +278,47 @@ fn row_18_what_a_row_holds_is_not_freed_by_id() {
     world.manager.validate();
 }
 
-/// C02 b for a block of two owners: a row and a lease.
+/// A and B share a block, A gives it back twice: 0.25.1 hands it to C while B still uses it.
 #[test]
-fn rows_15_and_16_a_row_does_not_pay_for_a_lease() {
+fn rows_15_to_18_a_shared_block_outlives_the_double_free_of_one_owner() {
+    for b_is_popped in [false, true] {
+        let mut world = Harness::new(full(NUM_BLOCKS));
+        world.start("A", 0..9);
+        world.start("B", 0..10);
+        let shared = BlockId(1);
+        assert_eq!((world.row("A")[0], world.row("B")[0]), (1, 1));
+        let popped = world.manager.pop_blocks_for_free("A", None);
+        let of_a = world.manager.pool_mut().dissolve(popped).unwrap();
+        let of_b = b_is_popped.then(|| world.manager.pop_blocks_for_free("B", None));
+        world.manager.pool_mut().free_counted(&of_a).unwrap();
+        let before = world.manager.state_digest();
+        let error = world.manager.pool_mut().free_counted(&of_a).unwrap_err();
+        assert!(matches!(error, KVCacheError::NotOwned { block: BlockId(1), .. }), "{error}");
+        assert_eq!(
+            (world.manager.state_digest(), world.manager.pool().ref_cnt(shared)),
+            (before, 1)
+        );
+        // Not even when every free block is taken.
+        let free = world.manager.pool().num_free_blocks();
+        let all = world.manager.pool_mut().get_new_blocks(free).unwrap();
+        assert!(!all.ids().contains(&shared));
+        world.manager.pool_mut().free(all).unwrap();
+        match of_b {
+            Some(lease) => world.manager.free_popped(lease).unwrap(),
+            None => world.free("B"),
+        }
+        assert_eq!(world.manager.pool().num_free_blocks(), NUM_BLOCKS as usize - 1);
+        world.manager.validate();
+    }
+}
+
+/// C02 b for a block of two owners: a row and a list of ids.
+#[test]
+fn rows_15_and_16_a_row_does_not_pay_for_ids() {
     let mut world = Harness::new(full(NUM_BLOCKS));
     world.start("A", 0..8);
     let lease = world.manager.pool_mut().touch(&[BlockId(1)]).unwrap();
+    let once = world.manager.pool_mut().dissolve(lease).unwrap();
     let before = world.manager.state_digest();
     let twice = [BlockId(1), BlockId(1)];
     let error = world.manager.pool_mut().free_counted(&twice).unwrap_err();
@@ -292,7 +327,7 @@ fn rows_15_and_16_a_row_does_not_pay_for_a_lease() {
     };
     assert_eq!((times, handed_out), (2, 1));
     assert_eq!(world.manager.state_digest(), before);
-    world.manager.pool_mut().free(lease).unwrap();
+    world.manager.pool_mut().free_counted(&once).unwrap();
     assert_eq!(world.manager.pool().ref_cnt(BlockId(1)), 1);
 }
 

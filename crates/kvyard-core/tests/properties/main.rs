@@ -9,7 +9,8 @@ mod strategies;
 use std::sync::Arc;
 
 use kvyard_core::hashing::{BlockHasher, HashAlgorithm};
-use kvyard_core::op::{AllocateOp, Op, Outcome, World, WorldConfig, presets};
+use kvyard_core::op::{AllocateOp, Op, Outcome};
+use kvyard_core::world::{World, WorldConfig, presets};
 use kvyard_core::{
     AllocateSlots, KVCacheError, KVCacheManager, KVCacheManagerConfig, Request, Semantics,
 };

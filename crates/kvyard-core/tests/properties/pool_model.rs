@@ -4,9 +4,10 @@
 use std::collections::BTreeMap;
 
 use kvyard_core::event_log::KVCacheEvent;
-use kvyard_core::op::{Misuse, Op, World};
+use kvyard_core::op::{Misuse, Op};
 use kvyard_core::prefix_map::PrefixKey;
 use kvyard_core::semantics::{RemovalEvent, SparseStoreEvent};
+use kvyard_core::world::World;
 use kvyard_core::{
     BlockHash, BlockId, GroupId, KVCacheManagerConfig, NULL_BLOCK, Request, Semantics,
 };
@@ -27,6 +28,8 @@ enum Event {
 #[derive(Clone, Debug, Default)]
 struct Block {
     references: usize,
+    /// References that belong to leases.
+    leased: usize,
     primary: Option<PrefixKey>,
     aliases: Vec<PrefixKey>,
 }
@@ -67,7 +70,7 @@ impl PoolModel {
     /// the pool is not concerned.
     pub(crate) fn execute(&mut self, op: &Op, world: &World) -> Option<bool> {
         Some(match op {
-            Op::GetNewBlocks { count } => self.get_new_blocks(usize::from(count % 8)),
+            Op::GetNewBlocks { count } => self.get_new_blocks((count % 8) as usize),
             Op::Touch { blocks } => self.touch(&world.resolve(blocks)),
             Op::FreeCounted { blocks } => self.give_back(&world.resolve(blocks)),
             Op::FreeLease { lease, through_manager } => {
@@ -75,8 +78,14 @@ impl PoolModel {
                 if *through_manager {
                     blocks.reverse();
                 }
+                self.end_lease(&blocks);
                 self.give_back(&blocks)
             }
+            Op::DissolveLease { lease } => {
+                self.end_lease(world.lease(*lease)?.ids());
+                true
+            }
+            Op::LeaseCounted { blocks } => self.lease_counted(&world.resolve(blocks)),
             Op::Evict { blocks } => self.evict(&world.resolve(blocks)),
             Op::Reset => {
                 self.reset();
@@ -88,7 +97,7 @@ impl PoolModel {
                 let (block_size, group) = world.pool_block(*group);
                 self.cache_full(&Span {
                     request: world.request(*request)?,
-                    start: usize::from(start % 6),
+                    start: (start % 6) as usize,
                     mask: (0..blocks.len()).map(bit).collect(),
                     blocks,
                     block_size,
@@ -98,7 +107,7 @@ impl PoolModel {
             Op::CachePartial { request, block, boundary, group } => {
                 let block = world.resolve(&[*block])[0];
                 let (block_size, group) = world.pool_block(*group);
-                let num_tokens = u32::from(boundary % 12) * self.hash_block_size;
+                let num_tokens = (boundary % 12) * self.hash_block_size;
                 let request = world.request(*request)?;
                 self.cache_partial(request, block, num_tokens, group, block_size)
             }
@@ -125,6 +134,7 @@ impl PoolModel {
         for block in self.free.drain(..count).collect::<Vec<_>>() {
             self.drop_keys(block);
             self.blocks[block.index()].references = 1;
+            self.blocks[block.index()].leased = 1;
         }
         true
     }
@@ -142,17 +152,37 @@ impl PoolModel {
         for block in blocks.iter().filter(|block| **block != NULL_BLOCK) {
             self.free.retain(|free| free != block);
             self.blocks[block.index()].references += 1;
+            self.blocks[block.index()].leased += 1;
+        }
+        true
+    }
+
+    fn is_counted(&self, block: BlockId, times: usize) -> bool {
+        self.blocks
+            .get(block.index())
+            .is_some_and(|state| block == NULL_BLOCK || times <= state.references - state.leased)
+    }
+
+    fn end_lease(&mut self, blocks: &[BlockId]) {
+        for block in blocks.iter().filter(|block| **block != NULL_BLOCK) {
+            self.blocks[block.index()].leased -= 1;
+        }
+    }
+
+    fn lease_counted(&mut self, blocks: &[BlockId]) -> bool {
+        let times = |block: &BlockId| blocks.iter().filter(|other| *other == block).count();
+        if !blocks.iter().all(|block| self.is_counted(*block, times(block))) {
+            return false;
+        }
+        for block in blocks.iter().filter(|block| **block != NULL_BLOCK) {
+            self.blocks[block.index()].leased += 1;
         }
         true
     }
 
     fn give_back(&mut self, blocks: &[BlockId]) -> bool {
         let times = |block: &BlockId| blocks.iter().filter(|other| *other == block).count();
-        let is_held = |block: &BlockId| {
-            self.exists(*block)
-                && (*block == NULL_BLOCK || times(block) <= self.blocks[block.index()].references)
-        };
-        if !blocks.iter().all(is_held) {
+        if !blocks.iter().all(|block| self.is_counted(*block, times(block))) {
             return false;
         }
         let (mut plain, mut hashed) = (Vec::new(), Vec::new());

@@ -1,6 +1,7 @@
 //! Every sequence of a few operations, up to six, over three usable blocks.
 
-use kvyard_core::op::{AllocateOp, BlockChoice, HitUse, Identity, Op, Outcome, World, WorldConfig};
+use kvyard_core::op::{AllocateOp, BlockChoice, HitUse, Identity, Op, Outcome};
+use kvyard_core::world::{World, WorldConfig};
 use kvyard_core::{KVCacheManagerConfig, Semantics};
 
 const DEPTH: usize = 6;
@@ -40,7 +41,7 @@ fn request() -> Op {
     Op::NewRequest { prefix: 0, shared: 3, own: 0, identity: Identity::Plain }
 }
 
-fn allocate(request: u8, num_new_tokens: u8) -> Op {
+fn allocate(request: u32, num_new_tokens: u32) -> Op {
     Op::Allocate(AllocateOp {
         request,
         num_new_tokens,

@@ -12,6 +12,11 @@ fn block() -> impl Strategy<Value = BlockChoice> {
     ]
 }
 
+/// Which of what there is.
+fn index() -> impl Strategy<Value = u32> {
+    0..256u32
+}
+
 fn blocks() -> impl Strategy<Value = Vec<BlockChoice>> {
     vec(block(), 0..4)
 }
@@ -23,11 +28,8 @@ fn new_request() -> impl Strategy<Value = Op> {
         1 => Just(Identity::Salt),
         1 => Just(Identity::Media),
     ];
-    (0..3u8, 0..33u8, 0..9u8, identity).prop_map(|(prefix, shared, own, identity)| Op::NewRequest {
-        prefix,
-        shared,
-        own,
-        identity,
+    (0..3u32, 0..33u32, 0..9u32, identity).prop_map(|(prefix, shared, own, identity)| {
+        Op::NewRequest { prefix, shared, own, identity }
     })
 }
 
@@ -37,10 +39,10 @@ fn allocate() -> impl Strategy<Value = Op> {
         6 => Just(HitUse::Fresh),
         1 => Just(HitUse::Last),
     ];
-    let small = |most: u8| prop_oneof![4 => Just(0), 1 => 0..=most];
+    let small = |most: u32| prop_oneof![4 => Just(0), 1 => 0..=most];
     let flags = prop_oneof![2 => Just(0), 1 => 0..16u8];
-    let tokens = (0..24u8, small(3), small(4), small(15), small(3));
-    (any::<u8>(), hit, tokens, small(3), flags).prop_map(
+    let tokens = (0..24u32, small(3), small(4), small(15), small(3));
+    (index(), hit, tokens, small(3), flags).prop_map(
         |(request, hit, (new, drafts, lookahead, external, in_flight), reserved_blocks, flags)| {
             Op::Allocate(AllocateOp {
                 request,
@@ -58,34 +60,34 @@ fn allocate() -> impl Strategy<Value = Op> {
 }
 
 fn on_request() -> impl Strategy<Value = Op> {
-    let request = any::<u8>;
+    let request = index;
     prop_oneof![
-        4 => (request(), 1..8u8).prop_map(|(request, count)| Op::Append { request, count }),
-        1 => (request(), 0..48u8)
+        4 => (request(), 1..8u32).prop_map(|(request, count)| Op::Append { request, count }),
+        1 => (request(), 0..48u32)
             .prop_map(|(request, num_tokens)| Op::SetComputed { request, num_tokens }),
         2 => request().prop_map(|request| Op::Preempt { request }),
         2 => request().prop_map(|request| Op::Lookup { request }),
-        2 => (request(), 0..48u8)
+        2 => (request(), 0..48u32)
             .prop_map(|(request, num_tokens)| Op::CacheBlocks { request, num_tokens }),
         3 => request().prop_map(|request| Op::Free { request }),
         2 => request().prop_map(|request| Op::Pop { request }),
         1 => request().prop_map(|request| Op::Read { request }),
-        1 => (request(), 0..48u8)
+        1 => (request(), 0..48u32)
             .prop_map(|(request, num_tokens)| Op::RemoveSkipped { request, num_tokens }),
     ]
 }
 
 /// Operations on the pool alone.
 pub(crate) fn on_pool() -> impl Strategy<Value = Op> {
-    let index = any::<u8>;
     prop_oneof![
-        3 => (0..8u8).prop_map(|count| Op::GetNewBlocks { count }),
+        3 => (0..8u32).prop_map(|count| Op::GetNewBlocks { count }),
         3 => (index(), any::<bool>())
             .prop_map(|(lease, through_manager)| Op::FreeLease { lease, through_manager }),
-        1 => index().prop_map(|lease| Op::DissolveLease { lease }),
+        2 => index().prop_map(|lease| Op::DissolveLease { lease }),
         2 => blocks().prop_map(|blocks| Op::FreeCounted { blocks }),
+        1 => blocks().prop_map(|blocks| Op::LeaseCounted { blocks }),
         2 => blocks().prop_map(|blocks| Op::Touch { blocks }),
-        4 => (index(), 0..4u8, blocks(), option::of(index()), 0..2u8).prop_map(
+        4 => (index(), 0..4u32, blocks(), option::of(any::<u8>()), 0..2u32).prop_map(
             |(request, start, blocks, mask, group)| Op::CacheFull {
                 request,
                 start,
@@ -94,7 +96,7 @@ pub(crate) fn on_pool() -> impl Strategy<Value = Op> {
                 group,
             }
         ),
-        3 => (index(), block(), 0..12u8, 0..2u8).prop_map(|(request, block, boundary, group)| {
+        3 => (index(), block(), 0..12u32, 0..2u32).prop_map(|(request, block, boundary, group)| {
             Op::CachePartial {
                 request,
                 block,
@@ -124,7 +126,7 @@ fn misuse() -> impl Strategy<Value = Op> {
         Misuse::NoSuchGroup,
         Misuse::TooManyBlocks,
     ];
-    (proptest::sample::select(kinds.to_vec()), any::<u8>())
+    (proptest::sample::select(kinds.to_vec()), index())
         .prop_map(|(kind, request)| Op::Misuse { kind, request })
 }
 

@@ -1,11 +1,11 @@
 //! The operations on the pool: references outside rows, and keys.
 
-use super::world::World;
-use super::{BlockChoice, Op, Outcome};
-use crate::blocks::BlockLease;
+use super::World;
+use crate::blocks::{BlockLease, GroupEnds};
 use crate::caching::{BlockMask, CacheFullBlocks};
 use crate::event_log::EventLog;
-use crate::id::{BlockId, NULL_BLOCK};
+use crate::id::{BlockId, NULL_BLOCK, length};
+use crate::op::{BlockChoice, Op, Outcome};
 
 impl World {
     /// Gives back every reference that is handed out.
@@ -13,10 +13,10 @@ impl World {
     /// # Panics
     /// If the pool refuses one.
     pub fn give_back_everything(&mut self) {
-        for lease in std::mem::take(&mut self.leases) {
-            lease.dissolve();
+        while !self.leases.is_empty() {
+            self.dissolve_lease(0);
         }
-        while let [block, ..] = self.audit.handed_out()[..] {
+        while let [block, ..] = self.audit.counted()[..] {
             self.audit.give_back(&[block]);
             let given = self.manager.pool_mut().free_counted(&[block]);
             assert!(given.is_ok(), "{given:?}");
@@ -27,9 +27,8 @@ impl World {
     pub(super) fn perform_on_pool(&mut self, op: &Op) -> Outcome {
         match op {
             Op::FreeLease { lease, through_manager } => self.free_lease(*lease, *through_manager),
-            Op::DissolveLease { lease } => self
-                .take_lease(*lease)
-                .map_or(Outcome::Nothing, |lease| Outcome::Blocks(lease.dissolve())),
+            Op::DissolveLease { lease } => self.dissolve_lease(*lease),
+            Op::LeaseCounted { blocks } => self.lease_counted(blocks),
             Op::FreeCounted { blocks } => {
                 let blocks = self.resolve(blocks);
                 let expected = self.audit.may_free(&blocks);
@@ -41,7 +40,7 @@ impl World {
                 result.into()
             }
             Op::GetNewBlocks { count } => {
-                let count = usize::from(count % 8);
+                let count = (count % 8) as usize;
                 let free = self.manager.pool().num_free_blocks();
                 let result = self.manager.pool_mut().get_new_blocks(count);
                 assert_eq!(result.is_ok(), count <= free, "{count} of {free} blocks");
@@ -78,38 +77,54 @@ impl World {
         }
     }
 
-    fn free_lease(&mut self, lease: u8, through_manager: bool) -> Outcome {
+    fn free_lease(&mut self, lease: u32, through_manager: bool) -> Outcome {
         let Some(lease) = self.take_lease(lease) else {
             return Outcome::Nothing;
         };
         let blocks = lease.ids().to_vec();
-        let expected = self.audit.may_free(&blocks);
         let result = if through_manager {
             self.manager.free_popped(lease)
         } else {
             self.manager.pool_mut().free(lease)
         };
-        assert_eq!(result.is_ok(), expected, "lease of {blocks:?}: {result:?}");
+        assert!(result.is_ok(), "lease of {blocks:?}: {result:?}");
+        self.audit.dissolve(&blocks);
+        self.audit.give_back(&blocks);
+        Outcome::Done
+    }
+
+    fn dissolve_lease(&mut self, lease: u32) -> Outcome {
+        let Some(lease) = self.take_lease(lease) else {
+            return Outcome::Nothing;
+        };
+        let blocks = self.manager.pool_mut().dissolve(lease).expect("a lease of this pool");
+        self.audit.dissolve(&blocks);
+        Outcome::Blocks(blocks)
+    }
+
+    fn lease_counted(&mut self, choices: &[BlockChoice]) -> Outcome {
+        let blocks = self.resolve(choices);
+        let expected = self.audit.may_free(&blocks);
+        let ends = GroupEnds::from_slice(&[length(blocks.len())]);
+        let result = self.manager.pool_mut().lease_counted(blocks.clone(), ends, None);
+        assert_eq!(result.is_ok(), expected, "lease {blocks:?}: {result:?}");
         match result {
-            Ok(()) => {
-                self.audit.give_back(&blocks);
-                Outcome::Done
-            }
-            Err((error, lease)) => {
-                // Some of its references went back by id; the others are only counted now.
-                lease.dissolve();
-                Outcome::Error(error)
+            Err(error) => Outcome::Error(error),
+            Ok(lease) => {
+                self.audit.lease_again(&blocks);
+                self.leases.push(lease);
+                Outcome::Blocks(blocks)
             }
         }
     }
 
     fn cache_full(
         &mut self,
-        request: u8,
-        start: u8,
+        request: u32,
+        start: u32,
         choices: &[BlockChoice],
         mask: Option<u8>,
-        group: u8,
+        group: u32,
     ) -> Outcome {
         let Some(at) = self.actor(request) else {
             return Outcome::Nothing;
@@ -118,7 +133,7 @@ impl World {
         if blocks.iter().any(|block| self.stands_in_row(*block)) {
             return Outcome::Nothing;
         }
-        let start = usize::from(start % 6);
+        let start = (start % 6) as usize;
         let mut row = vec![NULL_BLOCK; start];
         row.extend(&blocks);
         let mask: Option<Vec<bool>> =
@@ -137,14 +152,14 @@ impl World {
         self.manager.pool_mut().cache_full_blocks(&span).into()
     }
 
-    fn cache_partial(&mut self, request: u8, block: BlockChoice, to: u8, group: u8) -> Outcome {
+    fn cache_partial(&mut self, request: u32, block: BlockChoice, to: u32, group: u32) -> Outcome {
         let (Some(at), block) = (self.actor(request), self.block(block)) else {
             return Outcome::Nothing;
         };
         if self.stands_in_row(block) {
             return Outcome::Nothing;
         }
-        let num_tokens = u32::from(to % 12) * self.manager.config().hash_block_size;
+        let num_tokens = (to % 12) * self.manager.config().hash_block_size;
         let (block_size, group) = self.pool_block(group);
         let call = self.actors[at].request.call(true);
         let pool = self.manager.pool_mut();
@@ -165,8 +180,8 @@ impl World {
         outcome
     }
 
-    fn take_lease(&mut self, lease: u8) -> Option<BlockLease> {
-        let at = usize::from(lease).checked_rem(self.leases.len())?;
+    fn take_lease(&mut self, lease: u32) -> Option<BlockLease> {
+        let at = (lease as usize).checked_rem(self.leases.len())?;
         Some(self.leases.swap_remove(at))
     }
 }

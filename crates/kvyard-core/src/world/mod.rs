@@ -1,17 +1,25 @@
-//! Carries operations out on a manager and remembers what the manager may not know: who holds what
-//! outside it.
+//! Carries the operations of a schedule out on a manager, remembers what the manager may not know (who
+//! holds what outside it), and checks after each operation what must hold.
+
+mod audit;
+mod misuse;
+mod pool;
+mod presets;
+
+pub use presets::presets;
 
 use std::sync::Arc;
 
-use super::audit::Audit;
-use super::misuse::Foreign;
-use super::{AllocateOp, BlockChoice, HitUse, Identity, Op, Outcome};
+use audit::Audit;
+use misuse::Foreign;
+
 use crate::blocks::BlockLease;
 use crate::caching::MergedBlockHashes;
 use crate::error::Result;
 use crate::hashing::{BlockHasher, ExtraKeySource, HashAlgorithm, Lora, MediaItem, Texts};
 use crate::id::{BlockId, GroupId, length};
 use crate::manager::{AllocateSlots, CacheHit, KVCacheManager};
+use crate::op::{AllocateOp, BlockChoice, HitUse, Identity, Op, Outcome};
 use crate::request::Request;
 use crate::request_view::RequestStatus;
 use crate::semantics::CommonPrefix;
@@ -29,21 +37,21 @@ pub struct WorldConfig {
 /// A request of the schedule and its last lookup.
 #[derive(Debug)]
 pub(super) struct Actor {
-    pub(super) request: Request,
-    pub(super) hit: Option<CacheHit>,
+    request: Request,
+    hit: Option<CacheHit>,
 }
 
 /// See the module.
 #[derive(Debug)]
 pub struct World {
-    pub(super) manager: KVCacheManager,
-    pub(super) drives_pool: bool,
+    manager: KVCacheManager,
+    drives_pool: bool,
     hasher: Arc<BlockHasher>,
-    pub(super) actors: Vec<Actor>,
-    pub(super) leases: Vec<BlockLease>,
-    pub(super) audit: Audit,
+    actors: Vec<Actor>,
+    leases: Vec<BlockLease>,
+    audit: Audit,
     num_created: u32,
-    pub(super) foreign: Foreign,
+    foreign: Foreign,
 }
 
 /// Hash blocks in a block of a world that drives the pool.
@@ -85,7 +93,7 @@ impl World {
     }
 
     /// The request that an operand means.
-    pub fn request(&self, request: u8) -> Option<&Request> {
+    pub fn request(&self, request: u32) -> Option<&Request> {
         self.actor(request).map(|at| &self.actors[at].request)
     }
 
@@ -96,18 +104,14 @@ impl World {
     }
 
     /// The block of a lease that an operand means.
-    pub fn lease(&self, lease: u8) -> Option<&BlockLease> {
-        self.leases.get(usize::from(lease) % self.leases.len().max(1))
+    pub fn lease(&self, lease: u32) -> Option<&BlockLease> {
+        self.leases.get(lease as usize % self.leases.len().max(1))
     }
 
     /// Tokens per block in calls of the pool, and the group that an operand means.
-    pub fn pool_block(&self, group: u8) -> (u32, GroupId) {
+    pub fn pool_block(&self, group: u32) -> (u32, GroupId) {
         let size = self.manager.config().hash_block_size;
-        if self.drives_pool {
-            (POOL_BLOCK * size, GroupId(u32::from(group % 2)))
-        } else {
-            (size, GroupId(0))
-        }
+        if self.drives_pool { (POOL_BLOCK * size, GroupId(group % 2)) } else { (size, GroupId(0)) }
     }
 
     /// Carries an operation out and checks everything that must hold then.
@@ -143,6 +147,7 @@ impl World {
             Op::Misuse { kind, request } => self.misuse(*kind, *request),
             Op::FreeLease { .. }
             | Op::DissolveLease { .. }
+            | Op::LeaseCounted { .. }
             | Op::FreeCounted { .. }
             | Op::GetNewBlocks { .. }
             | Op::Touch { .. }
@@ -184,7 +189,7 @@ impl World {
             Op::Append { count, .. } => self.append(at, count % 8),
             Op::SetComputed { num_tokens, .. } => {
                 let all = length(request.num_tokens());
-                request.num_computed_tokens = u32::from(*num_tokens).min(all);
+                request.num_computed_tokens = (*num_tokens).min(all);
                 Outcome::Done
             }
             Op::Preempt { .. } => {
@@ -197,7 +202,7 @@ impl World {
             Op::Lookup { .. } => self.lookup(at),
             Op::Allocate(op) => self.allocate(at, op),
             Op::CacheBlocks { num_tokens, .. } => {
-                let end = u32::from(*num_tokens).min(request.num_computed_tokens);
+                let end = (*num_tokens).min(request.num_computed_tokens);
                 let call = self.actors[at].request.call(true);
                 self.manager.cache_blocks(&call, None, end).into()
             }
@@ -212,7 +217,7 @@ impl World {
                 self.keep(lease)
             }
             Op::RemoveSkipped { num_tokens, .. } => {
-                let end = u32::from(*num_tokens).min(request.num_computed_tokens);
+                let end = (*num_tokens).min(request.num_computed_tokens);
                 let prompt = Some(request.view().num_prompt_tokens);
                 self.manager.remove_skipped_blocks(&id, None, end, prompt);
                 Outcome::Done
@@ -223,14 +228,14 @@ impl World {
 
     // ------------------------------------------------------------------------------------- requests
 
-    fn new_request(&mut self, prefix: u8, shared: u8, own: u8, identity: Identity) -> Outcome {
+    fn new_request(&mut self, prefix: u32, shared: u32, own: u32, identity: Identity) -> Outcome {
         if self.actors.len() == MAX_ACTORS {
             return Outcome::Nothing;
         }
-        let prefix = u32::from(prefix % 3) * 1000;
-        let shared = (0..u32::from(shared) % 33).map(|at| prefix + at);
+        let prefix = (prefix % 3) * 1000;
+        let shared = (0..shared % 33).map(|at| prefix + at);
         let first_own = 100_000 + self.num_created * 100;
-        let own = (0..u32::from(own) % 9).map(|at| first_own + at);
+        let own = (0..own % 9).map(|at| first_own + at);
         let mut prompt: Vec<u32> = shared.chain(own).collect();
         if prompt.is_empty() {
             prompt.push(first_own);
@@ -244,11 +249,11 @@ impl World {
     }
 
     /// Outputs depend on their position only, so that requests of one prefix go on alike.
-    fn append(&mut self, at: usize, count: u8) -> Outcome {
+    fn append(&mut self, at: usize, count: u32) -> Outcome {
         let request = &mut self.actors[at].request;
         let room = self.manager.config().max_model_len;
         let first = length(request.num_tokens());
-        let end = (first + u32::from(count)).min(room);
+        let end = (first + count).min(room);
         let tokens: Vec<u32> = (first..end).map(|token| token + 500).collect();
         request.append_output_tokens(&tokens);
         Outcome::Done
@@ -289,17 +294,14 @@ impl World {
             HitUse::Fresh => computed == 0,
             HitUse::Last => true,
         });
-        request.num_in_flight_tokens = u32::from(op.num_in_flight_tokens % 4).min(computed);
+        request.num_in_flight_tokens = (op.num_in_flight_tokens % 4).min(computed);
         let local = computed + hit.map_or(0, |hit| hit.num_tokens);
         let left = length(request.num_tokens()).saturating_sub(local);
         let row = self.manager.get_blocks(request.request_id(), None);
-        let external = if row.is_empty() {
-            u32::from(op.num_external_computed_tokens % 16).min(left)
-        } else {
-            0
-        };
-        let new = u32::from(op.num_new_tokens % 24).min(left - external);
-        let drafts = u32::from(op.num_draft_tokens % 4);
+        let external =
+            if row.is_empty() { (op.num_external_computed_tokens % 16).min(left) } else { 0 };
+        let new = (op.num_new_tokens % 24).min(left - external);
+        let drafts = op.num_draft_tokens % 4;
         if new + drafts + external == 0 {
             return Outcome::Nothing;
         }
@@ -307,11 +309,11 @@ impl World {
         let arguments = AllocateSlots {
             num_new_computed_tokens: hit.map_or(0, |hit| hit.num_tokens),
             new_computed_blocks: hit.map(|hit| &hit.blocks),
-            num_lookahead_tokens: u32::from(op.num_lookahead_tokens % 5),
+            num_lookahead_tokens: op.num_lookahead_tokens % 5,
             num_external_computed_tokens: external,
             delay_cache_blocks: op.has(AllocateOp::DELAY_CACHE_BLOCKS),
             full_sequence_must_fit: op.has(AllocateOp::FULL_SEQUENCE_MUST_FIT),
-            reserved_blocks: u32::from(op.reserved_blocks % 4),
+            reserved_blocks: op.reserved_blocks % 4,
             has_scheduled_reqs: !op.has(AllocateOp::NOTHING_SCHEDULED),
             ..AllocateSlots::new(&call, new + drafts)
         };
@@ -356,12 +358,12 @@ impl World {
 
     // ------------------------------------------------------------------------------------- operands
 
-    pub(super) fn actor(&self, request: u8) -> Option<usize> {
-        usize::from(request).checked_rem(self.actors.len())
+    pub(super) fn actor(&self, request: u32) -> Option<usize> {
+        (request as usize).checked_rem(self.actors.len())
     }
 
     pub(super) fn block(&self, choice: BlockChoice) -> BlockId {
-        let held = self.audit.handed_out();
+        let held = self.audit.counted();
         match choice {
             BlockChoice::HandedOut(index) if !held.is_empty() => {
                 held[usize::from(index) % held.len()]

@@ -1,14 +1,14 @@
 //! Calls that break the contract whatever the state, and what must come of them (the *Strict* column
 //! of `manager.md` §10).
 
-use super::world::{World, allocate};
-use super::{Misuse, Outcome};
+use super::{World, allocate};
 use crate::blocks::KVCacheBlocks;
 use crate::caching::{BlockMask, CacheFullBlocks};
 use crate::error::KVCacheError;
 use crate::hashing::{BlockHasher, ExtraKeySource};
 use crate::id::{BlockId, GroupId, length};
 use crate::manager::{AllocateSlots, KVCacheManager};
+use crate::op::{Misuse, Outcome};
 use crate::prefix_map::MAX_GROUP;
 use crate::request::Request;
 use crate::spec::KVCacheManagerConfig;
@@ -39,7 +39,7 @@ impl Foreign {
 }
 
 impl World {
-    pub(super) fn misuse(&mut self, kind: Misuse, request: u8) -> Outcome {
+    pub(super) fn misuse(&mut self, kind: Misuse, request: u32) -> Outcome {
         use KVCacheError as Error;
         let outcome = match kind {
             Misuse::ForeignLease => self.free_foreign_lease(),
@@ -108,7 +108,7 @@ impl World {
         first.into()
     }
 
-    fn cache_wrongly(&mut self, kind: Misuse, request: u8) -> Outcome {
+    fn cache_wrongly(&mut self, kind: Misuse, request: u32) -> Outcome {
         let Some(at) = self.actor(request) else {
             return Outcome::Nothing;
         };
@@ -130,7 +130,7 @@ impl World {
         self.manager.pool_mut().cache_full_blocks(&span).into()
     }
 
-    fn cache_beyond(&mut self, kind: Misuse, request: u8) -> Outcome {
+    fn cache_beyond(&mut self, kind: Misuse, request: u32) -> Outcome {
         let Some(at) = self.actor(request).filter(|_| !self.drives_pool) else {
             return Outcome::Nothing;
         };
@@ -149,7 +149,7 @@ impl World {
         self.manager.cache_blocks(&call, None, beyond).into()
     }
 
-    fn allocate_wrongly(&mut self, kind: Misuse, request: u8) -> Outcome {
+    fn allocate_wrongly(&mut self, kind: Misuse, request: u32) -> Outcome {
         let Some(at) = self.actor(request).filter(|_| !self.drives_pool) else {
             return Outcome::Nothing;
         };

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use hashbrown::HashMap;
 
-use super::world::{Actor, records_new_blocks};
+use super::{Actor, records_new_blocks};
 use crate::block_hash::BlockHash;
 use crate::block_pool::BlockPool;
 use crate::block_table::RowEdit;
@@ -20,6 +20,8 @@ use crate::semantics::RemovalEvent;
 pub(super) struct Audit {
     /// References handed out, for each block.
     outstanding: Vec<u32>,
+    /// How many of them belong to leases.
+    leased: Vec<u32>,
     /// What a reader of the events believes to be cached, and how often.
     announced: HashMap<(BlockHash, GroupId), u32>,
     seen_events: usize,
@@ -35,6 +37,7 @@ impl Audit {
     pub(super) fn new(manager: &KVCacheManager) -> Self {
         Self {
             outstanding: vec![0; manager.pool().num_blocks() as usize],
+            leased: vec![0; manager.pool().num_blocks() as usize],
             announced: HashMap::new(),
             seen_events: 0,
             mirror: BTreeMap::new(),
@@ -45,8 +48,9 @@ impl Audit {
 
     // ----------------------------------------------------------------------- references handed out
 
-    pub(super) fn handed_out(&self) -> Vec<BlockId> {
-        let held = |at: &usize| self.outstanding[*at] > 0;
+    /// Blocks with references that are only counted.
+    pub(super) fn counted(&self) -> Vec<BlockId> {
+        let held = |at: &usize| self.outstanding[*at] > self.leased[*at];
         let held = (0..self.outstanding.len()).filter(held);
         held.map(BlockId::from_index).collect()
     }
@@ -54,15 +58,30 @@ impl Audit {
     pub(super) fn hand_out(&mut self, blocks: &[BlockId]) {
         for block in blocks.iter().filter(|block| !block.is_null()) {
             self.outstanding[block.index()] += 1;
+            self.leased[block.index()] += 1;
         }
     }
 
-    /// Whether these blocks may be given back, each as often as it is listed.
+    pub(super) fn dissolve(&mut self, blocks: &[BlockId]) {
+        for block in blocks.iter().filter(|block| !block.is_null()) {
+            self.leased[block.index()] -= 1;
+        }
+    }
+
+    pub(super) fn lease_again(&mut self, blocks: &[BlockId]) {
+        for block in blocks.iter().filter(|block| !block.is_null()) {
+            self.leased[block.index()] += 1;
+        }
+    }
+
+    /// Whether these blocks may be given back by id, each as often as it is listed.
     pub(super) fn may_free(&self, blocks: &[BlockId]) -> bool {
         blocks.iter().all(|block| {
             let times = blocks.iter().filter(|other| *other == block).count();
-            let held = self.outstanding.get(block.index());
-            held.is_some_and(|held| block.is_null() || times <= *held as usize)
+            let Some(held) = self.outstanding.get(block.index()) else {
+                return false;
+            };
+            block.is_null() || times <= (held - self.leased[block.index()]) as usize
         })
     }
 
@@ -110,6 +129,7 @@ impl Audit {
     pub(super) fn check(&mut self, manager: &mut KVCacheManager, actors: &[Actor]) {
         let pool = manager.pool();
         assert_eq!(pool.handed_out, self.outstanding, "I4: references handed out");
+        assert_eq!(pool.leased, self.leased, "I20: references of leases");
         let blocks = (1..pool.num_blocks()).map(BlockId);
         let used = blocks.filter(|block| pool.ref_cnt(*block) > 0).count();
         let usable = pool.num_usable_blocks() as usize;
