@@ -440,8 +440,8 @@ class BlockLease(Sequence[KVCacheBlock]):
     """The blocks of a request that was taken out of a manager, and the duty to give them back.
 
     `iter` and `reversed` carry the lease: given to `BlockPool.free_blocks`, they release it whole.
-    A plain list copied from it (a slice, or a walk to its end) dissolves it: its references are then
-    only counted, for `free_blocks` to take back by block.
+    A plain list copied from it (a slice, or a walk to its end) dissolves it: its references are
+    then only counted, for `free_blocks` to take back by block.
 
     A lease that is garbage-collected unreleased gives nothing back, because a step in flight may
     still read its blocks: they stay held, a `ResourceWarning` names them, and

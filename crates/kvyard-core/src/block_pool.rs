@@ -60,6 +60,7 @@ pub struct BlockPool {
     lost_at: Vec<u32>,
     epoch: u64,
     epoch_base: u64,
+    revision: u64,
     pub(crate) events: EventLog,
     residency: Option<ResidencyMetrics>,
     num_blocks_stored: u64,
@@ -102,6 +103,7 @@ impl BlockPool {
             lost_at: vec![0; blocks],
             epoch: 0,
             epoch_base: 0,
+            revision: 0,
             events: EventLog::new(config.enable_kv_cache_events),
             residency,
             num_blocks_stored: 0,
@@ -301,7 +303,7 @@ impl BlockPool {
         for block in blocks {
             self.check_block("block_ids", *block)?;
         }
-        self.events.reserve(self.events_of_evictions(blocks.len()))?;
+        self.reserve(blocks.len(), 0, self.events_of_evictions(blocks.len()))?;
         self.begin_change();
         for block in blocks.iter().filter(|block| !block.is_null()) {
             self.on_evicted(*block);
@@ -314,8 +316,11 @@ impl BlockPool {
     }
 
     /// Takes all keys from blocks, because what they promise is not there.
-    pub(crate) fn forget_keys(&mut self, blocks: &[BlockId]) -> Result<()> {
-        self.reserve(0, self.events_of_evictions(blocks.len()))?;
+    pub(crate) fn forget_keys<'a>(
+        &mut self,
+        blocks: impl Iterator<Item = &'a BlockId> + Clone,
+    ) -> Result<()> {
+        self.reserve(0, 0, self.events_of_evictions(blocks.clone().count()))?;
         self.begin_change();
         for block in blocks {
             if self.prefix.is_cached(*block) {
@@ -355,18 +360,39 @@ impl BlockPool {
     /// What evicting `count` blocks may add to the log.
     pub(crate) fn events_of_evictions(&self, count: usize) -> EventReserve {
         let keys = count + self.prefix.num_aliases();
-        EventReserve { records: keys, hashes: keys, tokens: 0 }
+        EventReserve { records: keys, hashes: keys, ..EventReserve::default() }
     }
 
-    /// Room for what one call does to the prefix cache.
-    pub(crate) fn reserve(&mut self, new_keys: usize, events: EventReserve) -> Result<()> {
+    /// Room for what one call does: blocks it takes or evicts, keys it gives, what it tells.
+    pub(crate) fn reserve(
+        &mut self,
+        taken: usize,
+        new_keys: usize,
+        events: EventReserve,
+    ) -> Result<()> {
+        if let Some(residency) = &mut self.residency {
+            residency.reserve(taken)?;
+        }
         self.prefix.reserve(new_keys)?;
         self.events.reserve(events)
+    }
+
+    /// Changes so far: a plan is good for the revision it was made for.
+    #[inline]
+    pub(crate) fn revision(&self) -> u64 {
+        self.revision
+    }
+
+    /// What was planned before is void.
+    #[inline]
+    pub(crate) fn note_change(&mut self) {
+        self.revision += 1;
     }
 
     /// A new epoch; every change of the pool that an old snapshot must notice happens in one.
     #[inline]
     pub(crate) fn begin_change(&mut self) {
+        self.note_change();
         self.epoch += 1;
         if self.epoch - self.epoch_base > u64::from(u32::MAX) {
             // Once in four billion calls: older snapshots all count as stale from here on.
@@ -422,6 +448,7 @@ impl BlockPool {
     /// A row lets go of blocks, in eviction order.
     #[inline]
     pub(crate) fn release_from_row(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        self.note_change();
         let mut last_plain = NULL_BLOCK;
         for block in blocks {
             if !block.is_null() {

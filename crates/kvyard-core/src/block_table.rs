@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use crate::error::Result;
 use crate::id::{BlockId, GroupId, NULL_BLOCK, RequestRow, length};
+use crate::memory::Grow;
 
 /// One change of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,25 +149,24 @@ impl BlockTables {
     pub(crate) fn reserve(&mut self, row: RequestRow, group: GroupId, blocks: usize) -> Result<()> {
         let rows = (row.index() + 1) * self.num_groups;
         if self.tables.len() < rows {
-            self.tables.try_reserve(rows - self.tables.len())?;
+            self.tables.make_room(rows - self.tables.len())?;
             self.tables.resize_with(rows, Vec::new);
         }
         let at = self.at(row, group);
-        self.tables[at].try_reserve(blocks)?;
-        Ok(())
+        self.tables[at].make_room(blocks)
     }
 
-    /// Makes room in the delta log for one call, which appends `blocks` in all groups together.
+    /// Makes room in the delta log for one call, which appends `blocks` in all groups together, and for
+    /// the end of each of `num_tracked` rows, which can ask for no memory.
     ///
     /// # Errors
     /// `OutOfMemory`.
-    pub(crate) fn reserve_edits(&mut self, blocks: usize) -> Result<()> {
+    pub(crate) fn reserve_edits(&mut self, blocks: usize, num_tracked: usize) -> Result<()> {
         /// A call nulls up to three ranges and appends padding with hits, external, moved and new blocks.
         const EDITS_IN_A_GROUP: usize = 7;
         if self.edits.enabled {
-            let records = EDITS_IN_A_GROUP * self.num_groups;
-            self.edits.records.try_reserve(records)?;
-            self.edits.blocks.try_reserve(blocks)?;
+            self.edits.records.make_room(EDITS_IN_A_GROUP * self.num_groups + num_tracked)?;
+            self.edits.blocks.make_room(blocks)?;
         }
         Ok(())
     }

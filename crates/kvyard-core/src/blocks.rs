@@ -5,6 +5,7 @@ use smallvec::{SmallVec, smallvec};
 
 use crate::error::{KVCacheError, Result};
 use crate::id::{BlockId, length};
+use crate::memory::Grow;
 
 /// Block ids per group, flat. Inline for the few of a decode step.
 pub type BlockIds = SmallVec<[BlockId; 4]>;
@@ -59,6 +60,12 @@ impl KVCacheBlocks {
 
     pub(crate) fn builder(pool: u64, epoch: u64) -> Self {
         Self { ids: BlockIds::new(), ends: GroupEnds::new(), pool, epoch, has_own_lengths: false }
+    }
+
+    /// Makes room, so that `push_group` allocates nothing.
+    pub(crate) fn reserve(&mut self, groups: usize, blocks: usize) -> Result<()> {
+        self.ends.make_room(groups)?;
+        self.ids.make_room(blocks)
     }
 
     pub(crate) fn push_group(&mut self, group: &[BlockId]) {

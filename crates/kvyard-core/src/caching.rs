@@ -162,7 +162,7 @@ impl BlockPool {
         self.plan_cache_full_blocks(call, call.stop)?;
         call.check_distinct()?;
         let blocks = call.stop - call.start;
-        self.reserve(blocks, self.events_of_stores(blocks, call.block_size))?;
+        self.reserve(0, blocks, self.events_of_stores(call.request, blocks, call.block_size))?;
         self.begin_change();
         self.apply_cache_full_blocks(call);
         Ok(())
@@ -215,12 +215,18 @@ impl BlockPool {
     }
 
     /// What caching a span of `blocks` blocks may add to the log.
-    pub(crate) fn events_of_stores(&self, blocks: usize, block_size: u32) -> EventReserve {
+    pub(crate) fn events_of_stores(
+        &self,
+        request: &RequestCall<'_>,
+        blocks: usize,
+        block_size: u32,
+    ) -> EventReserve {
         let removals = blocks + self.prefix.num_aliases();
         EventReserve {
             records: blocks + removals,
             hashes: blocks + removals,
             tokens: blocks * block_size as usize,
+            extra_keys: request.content.map_or(0, |content| content.keys.most_block_keys(blocks)),
         }
     }
 
@@ -318,9 +324,11 @@ impl BlockPool {
         let (parent, start) = self.partial_parent(request, num_tokens, group, withdrawn);
         self.check_content(request, start as usize..num_tokens as usize)?;
         self.prefix.reserve(1)?;
+        self.prefix.reserve_alias()?;
         let keys = self.prefix.num_keys_of(block) + 1;
         let tokens = (num_tokens - start) as usize;
-        self.events.reserve(EventReserve { records: keys, hashes: keys, tokens })?;
+        let extra_keys = request.content.map_or(0, |content| content.keys.most_block_keys(1));
+        self.events.reserve(EventReserve { records: keys, hashes: keys, tokens, extra_keys })?;
         self.begin_change();
         if is_promoted {
             self.mark_lost(block, self.relative_epoch());

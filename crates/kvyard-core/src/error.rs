@@ -124,11 +124,5 @@ impl KVCacheError {
     }
 }
 
-impl From<std::collections::TryReserveError> for KVCacheError {
-    fn from(error: std::collections::TryReserveError) -> Self {
-        Self::OutOfMemory(error.to_string())
-    }
-}
-
 /// The core's result type.
 pub type Result<T, E = KVCacheError> = std::result::Result<T, E>;

@@ -10,6 +10,7 @@ use crate::block_hash::BlockHash;
 use crate::error::Result;
 use crate::hashing::{ExtraKey, ExtraKeySource};
 use crate::id::GroupId;
+use crate::memory::Grow;
 use crate::request_view::BlockContent;
 
 /// What a record is about.
@@ -24,7 +25,8 @@ enum Kind {
 struct Record {
     kind: Kind,
     group: GroupId,
-    /// Ends in the flat arrays; a record starts where the one before it ends.
+    /// Ends in the flat arrays (of extra keys: in `extras_ends`); a record starts where the one before
+    /// it ends.
     hashes_end: usize,
     tokens_end: usize,
     extras_end: usize,
@@ -43,6 +45,28 @@ pub struct EventAdapter {
     pub name: Arc<str>,
 }
 
+/// For each of several blocks its extra keys, in order; empty if no block has any.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockExtraKeys<'a> {
+    keys: &'a [ExtraKey],
+    ends: &'a [usize],
+    start: usize,
+}
+
+impl<'a> BlockExtraKeys<'a> {
+    /// Whether no block has any.
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// Block by block; a block may have none.
+    pub fn iter(&self) -> impl Iterator<Item = &'a [ExtraKey]> + use<'a> {
+        let keys = self.keys;
+        let starts = std::iter::once(self.start).chain(self.ends.iter().copied());
+        starts.zip(self.ends).map(|(start, end)| &keys[start..*end])
+    }
+}
+
 /// One change, as a reader sees it. Field names are vLLM's (`distributed/kv_events.py`).
 #[derive(Clone, Copy, Debug)]
 pub enum KVCacheEvent<'a> {
@@ -59,7 +83,7 @@ pub enum KVCacheEvent<'a> {
         /// The adapter, if any.
         adapter: Option<&'a EventAdapter>,
         /// For each hash the extra keys of its block; empty if no block has any.
-        extra_keys: &'a [Vec<ExtraKey>],
+        extra_keys: BlockExtraKeys<'a>,
         /// The group.
         group: GroupId,
     },
@@ -81,7 +105,9 @@ pub struct EventLog {
     records: Vec<Record>,
     hashes: Vec<BlockHash>,
     tokens: Vec<u32>,
-    extras: Vec<Vec<ExtraKey>>,
+    extras: Vec<ExtraKey>,
+    /// Ends of the blocks' keys in `extras`.
+    extras_ends: Vec<usize>,
     adapters: Vec<EventAdapter>,
 }
 
@@ -95,6 +121,8 @@ pub struct EventReserve {
     pub hashes: usize,
     /// Token ids.
     pub tokens: usize,
+    /// Extra keys of blocks.
+    pub extra_keys: usize,
 }
 
 impl std::ops::AddAssign for EventReserve {
@@ -102,6 +130,7 @@ impl std::ops::AddAssign for EventReserve {
         self.records += other.records;
         self.hashes += other.hashes;
         self.tokens += other.tokens;
+        self.extra_keys += other.extra_keys;
     }
 }
 
@@ -133,11 +162,12 @@ impl EventLog {
     /// `OutOfMemory`.
     pub fn reserve(&mut self, wanted: EventReserve) -> Result<()> {
         if self.enabled {
-            self.records.try_reserve(wanted.records)?;
-            self.hashes.try_reserve(wanted.hashes)?;
-            self.tokens.try_reserve(wanted.tokens)?;
-            self.extras.try_reserve(wanted.hashes)?;
-            self.adapters.try_reserve(wanted.records)?;
+            self.records.make_room(wanted.records)?;
+            self.hashes.make_room(wanted.hashes)?;
+            self.tokens.make_room(wanted.tokens)?;
+            self.extras.make_room(wanted.extra_keys)?;
+            self.extras_ends.make_room(wanted.hashes)?;
+            self.adapters.make_room(wanted.records)?;
         }
         Ok(())
     }
@@ -156,6 +186,7 @@ impl EventLog {
         self.hashes.clear();
         self.tokens.clear();
         self.extras.clear();
+        self.extras_ends.clear();
         self.adapters.clear();
     }
 
@@ -179,7 +210,11 @@ impl EventLog {
                     adapter: (record.adapter as usize)
                         .checked_sub(1)
                         .map(|adapter| &self.adapters[adapter]),
-                    extra_keys: &self.extras[extras..record.extras_end],
+                    extra_keys: BlockExtraKeys {
+                        start: extras.checked_sub(1).map_or(0, |last| self.extras_ends[last]),
+                        ends: &self.extras_ends[extras..record.extras_end],
+                        keys: &self.extras,
+                    },
                     group: record.group,
                 },
             }
@@ -211,9 +246,8 @@ impl EventLog {
         if keys.is_empty() {
             return media_cursor;
         }
-        let mut members = Vec::new();
-        let cursor = keys.append_block_keys(span, media_cursor, &mut members);
-        self.extras.push(members);
+        let cursor = keys.append_block_keys(span, media_cursor, &mut self.extras);
+        self.extras_ends.push(self.extras.len());
         cursor
     }
 
@@ -249,7 +283,7 @@ impl EventLog {
             group,
             hashes_end: self.hashes.len(),
             tokens_end: self.tokens.len(),
-            extras_end: self.extras.len(),
+            extras_end: self.extras_ends.len(),
             parent,
             block_size,
             adapter,

@@ -12,6 +12,11 @@ pub mod id;
 
 pub mod error;
 
+#[cfg(feature = "testing")]
+pub mod memory;
+#[cfg(not(feature = "testing"))]
+mod memory;
+
 pub mod semantics;
 
 pub mod op;

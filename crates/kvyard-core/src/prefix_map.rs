@@ -19,6 +19,7 @@ use hashbrown::{HashMap, HashTable};
 use crate::block_hash::BlockHash;
 use crate::error::Result;
 use crate::id::{BlockId, GroupId, NULL_BLOCK};
+use crate::memory::{Grow, grow_table};
 
 /// A key of the map and how many tokens of the prefix it stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,8 +49,11 @@ pub struct PrefixMap {
     older: Vec<u32>,
     /// The block of each alias entry.
     alias_block: Vec<BlockId>,
+    /// The next alias entry of the same block, 0 behind the last.
+    next_alias: Vec<u32>,
     vacant_aliases: Vec<u32>,
-    aliases_of: HashMap<BlockId, Vec<u32>>,
+    /// The first alias entry of each block that has any.
+    first_alias: HashMap<BlockId, u32>,
 }
 
 /// The largest group id that can be keyed.
@@ -102,8 +106,9 @@ impl PrefixMap {
             younger: vec![0; entries],
             older: vec![0; entries],
             alias_block: Vec::new(),
+            next_alias: Vec::new(),
             vacant_aliases: Vec::new(),
-            aliases_of: HashMap::new(),
+            first_alias: HashMap::new(),
         }
     }
 
@@ -113,11 +118,25 @@ impl PrefixMap {
     /// `OutOfMemory`.
     pub fn reserve(&mut self, keys: usize) -> Result<()> {
         let (hash, group_tag) = (&self.hash, &self.group_tag);
-        self.first_copy
-            .try_reserve(keys, |entry| {
-                table_hash(&hash[*entry as usize], group_tag[*entry as usize])
-            })
-            .map_err(|_| crate::error::KVCacheError::OutOfMemory(format!("{keys} prefix keys")))
+        grow_table(&mut self.first_copy, keys, |entry| {
+            table_hash(&hash[*entry as usize], group_tag[*entry as usize])
+        })
+    }
+
+    /// Makes room for one more alias, so that insertion and removal cannot fail.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn reserve_alias(&mut self) -> Result<()> {
+        self.hash.make_room(1)?;
+        self.group_tag.make_room(1)?;
+        self.covered_tokens.make_room(1)?;
+        self.younger.make_room(1)?;
+        self.older.make_room(1)?;
+        self.alias_block.make_room(1)?;
+        self.next_alias.make_room(1)?;
+        self.vacant_aliases.make_room(self.alias_block.len() + 1 - self.vacant_aliases.len())?;
+        self.first_alias.make_room(1)
     }
 
     /// The earliest inserted copy.
@@ -153,7 +172,7 @@ impl PrefixMap {
 
     /// How many keys a block has.
     pub fn num_keys_of(&self, block: BlockId) -> usize {
-        usize::from(self.is_cached(block)) + self.aliases_of.get(&block).map_or(0, Vec::len)
+        usize::from(self.is_cached(block)) + self.alias_entries(block).count()
     }
 
     /// How many different keys the map holds.
@@ -168,7 +187,18 @@ impl PrefixMap {
 
     /// The aliases of a block, oldest first.
     pub fn aliases(&self, block: BlockId) -> impl Iterator<Item = PrefixKey> + '_ {
-        self.aliases_of.get(&block).into_iter().flatten().filter_map(|entry| self.key_of(*entry))
+        self.alias_entries(block).filter_map(|entry| self.key_of(entry))
+    }
+
+    fn alias_entries(&self, block: BlockId) -> impl Iterator<Item = u32> + '_ {
+        let first = self.first_alias.get(&block).copied();
+        std::iter::successors(first, |entry| {
+            Some(self.next_alias[self.alias_index(*entry)]).filter(|next| *next != 0)
+        })
+    }
+
+    fn alias_index(&self, entry: u32) -> usize {
+        (entry - self.num_blocks) as usize
     }
 
     /// Gives a block a key: its primary if it has none, else an alias. A key that the block carries
@@ -192,10 +222,13 @@ impl PrefixMap {
             return;
         };
         removed(key, self.unlink(block.0));
-        if self.aliases_of.is_empty() {
+        if self.first_alias.is_empty() {
             return;
         }
-        for entry in self.aliases_of.remove(&block).unwrap_or_default() {
+        let mut next = self.first_alias.remove(&block).unwrap_or(0);
+        while next != 0 {
+            let entry = next;
+            next = self.next_alias[self.alias_index(entry)];
             if let Some(key) = self.key_of(entry) {
                 removed(key, self.unlink(entry));
             }
@@ -210,7 +243,7 @@ impl PrefixMap {
         self.younger.fill(0);
         self.older.fill(0);
         self.covered_tokens.fill(0);
-        self.aliases_of.clear();
+        self.first_alias.clear();
         let entries = self.num_blocks as usize;
         self.hash.truncate(entries);
         self.group_tag.truncate(entries);
@@ -218,6 +251,7 @@ impl PrefixMap {
         self.younger.truncate(entries);
         self.older.truncate(entries);
         self.alias_block.clear();
+        self.next_alias.clear();
         self.vacant_aliases.clear();
     }
 
@@ -236,7 +270,7 @@ impl PrefixMap {
         if entry < self.num_blocks {
             BlockId(entry)
         } else {
-            self.alias_block[(entry - self.num_blocks) as usize]
+            self.alias_block[self.alias_index(entry)]
         }
     }
 
@@ -252,8 +286,11 @@ impl PrefixMap {
     }
 
     fn new_alias(&mut self, block: BlockId) -> u32 {
+        let last = self.alias_entries(block).last();
         let entry = if let Some(entry) = self.vacant_aliases.pop() {
-            self.alias_block[(entry - self.num_blocks) as usize] = block;
+            let at = self.alias_index(entry);
+            self.alias_block[at] = block;
+            self.next_alias[at] = 0;
             entry
         } else {
             let entry = u32::try_from(self.hash.len()).expect("aliases are bounded by u32");
@@ -263,9 +300,18 @@ impl PrefixMap {
             self.younger.push(0);
             self.older.push(0);
             self.alias_block.push(block);
+            self.next_alias.push(0);
             entry
         };
-        self.aliases_of.entry(block).or_default().push(entry);
+        match last {
+            Some(last) => {
+                let at = self.alias_index(last);
+                self.next_alias[at] = entry;
+            }
+            None => {
+                self.first_alias.insert(block, entry);
+            }
+        }
         entry
     }
 
@@ -358,12 +404,12 @@ impl PrefixMap {
         let keyed = self.group_tag.iter().filter(|tag| **tag != 0).count();
         assert_eq!(chained, keyed, "I6: keyed entries and chained entries differ");
         let mut aliases = 0;
-        for (block, entries) in &self.aliases_of {
-            aliases += entries.len();
-            assert!(self.is_cached(*block) || entries.is_empty(), "I6: aliases without a primary");
-            for entry in entries {
-                assert_eq!(self.block_of(*entry), *block, "I5: alias of another block");
-                assert!(self.key_of(*entry).is_some(), "I6: alias without a key");
+        for block in self.first_alias.keys() {
+            assert!(self.is_cached(*block), "I6: block {block} has aliases without a primary");
+            for entry in self.alias_entries(*block) {
+                aliases += 1;
+                assert_eq!(self.block_of(entry), *block, "I5: alias of another block");
+                assert!(self.key_of(entry).is_some(), "I6: alias without a key");
             }
         }
         assert_eq!(aliases, self.num_aliases(), "I6: alias count");

@@ -1,11 +1,11 @@
 //! What the prefix cache achieved, and how long blocks live. No clock and no randomness of its own:
 //! the time comes in through `ResidencyMetrics::set_now`, the sampling from a seeded generator.
 
-use std::collections::VecDeque;
-
 use hashbrown::HashMap;
+use smallvec::SmallVec;
 
 use crate::id::BlockId;
+use crate::memory::Grow;
 use crate::request_view::RequestView;
 
 /// Prefix-cache statistics since they were last taken; token counts are tokens, not blocks.
@@ -42,6 +42,9 @@ impl PrefixCacheStats {
     }
 }
 
+/// Accesses remembered for each sampled block (vLLM's `v1/core/kv_cache_metrics.py` keeps four).
+const KEPT_ACCESSES: usize = 4;
+
 /// The life of one sampled block, from allocation to re-allocation or eviction; nanoseconds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResidencySample {
@@ -50,18 +53,15 @@ pub struct ResidencySample {
     /// From the last access to eviction.
     pub idle_ns: u64,
     /// Between successive accesses, of which the last four are kept.
-    pub reuse_gaps_ns: Vec<u64>,
+    pub reuse_gaps_ns: SmallVec<[u64; KEPT_ACCESSES - 1]>,
 }
 
 #[derive(Debug)]
 struct Residence {
     birth_ns: u64,
     last_access_ns: u64,
-    accesses: VecDeque<u64>,
+    accesses: SmallVec<[u64; KEPT_ACCESSES]>,
 }
-
-/// Accesses remembered for each sampled block (vLLM's `v1/core/kv_cache_metrics.py` keeps four).
-const KEPT_ACCESSES: usize = 4;
 
 /// Samples how long blocks stay, as vLLM's `KVCacheMetricsCollector` does.
 #[derive(Debug)]
@@ -110,10 +110,16 @@ impl ResidencyMetrics {
         self.samples.clear();
     }
 
+    /// Makes room for what so many allocations or evictions tell.
+    pub(crate) fn reserve(&mut self, blocks: usize) -> crate::error::Result<()> {
+        self.residents.make_room(blocks)?;
+        self.samples.make_room(blocks)
+    }
+
     pub(crate) fn on_allocated(&mut self, block: BlockId) {
         if self.next_random() < self.sample_rate {
             let now = self.now_ns;
-            let life = Residence { birth_ns: now, last_access_ns: now, accesses: VecDeque::new() };
+            let life = Residence { birth_ns: now, last_access_ns: now, accesses: SmallVec::new() };
             self.residents.insert(block, life);
         }
     }
@@ -121,9 +127,9 @@ impl ResidencyMetrics {
     pub(crate) fn on_accessed(&mut self, block: BlockId) {
         if let Some(life) = self.residents.get_mut(&block) {
             if life.accesses.len() == KEPT_ACCESSES {
-                life.accesses.pop_front();
+                life.accesses.remove(0);
             }
-            life.accesses.push_back(self.now_ns);
+            life.accesses.push(self.now_ns);
             life.last_access_ns = self.now_ns;
         }
     }

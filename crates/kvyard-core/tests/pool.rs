@@ -827,7 +827,7 @@ fn residency_follows_a_block_from_allocation_to_reallocation() {
     now(&mut pool, 200);
     lease = take(&mut pool, 1);
     let expected =
-        ResidencySample { lifetime_ns: 100, idle_ns: 200 - 121, reuse_gaps_ns: vec![4, 5, 6] };
+        ResidencySample { lifetime_ns: 100, idle_ns: 200 - 121, reuse_gaps_ns: [4, 5, 6].into() };
     assert_eq!(pool.residency_mut().unwrap().drain(), [expected]);
     // Fewer than two accesses have no gap; an explicit eviction ends a life too.
     now(&mut pool, 250);

@@ -1,7 +1,7 @@
 //! The event log as the objects of `kvyard.events`.
 
 use kvyard_core::BlockHash;
-use kvyard_core::event_log::KVCacheEvent;
+use kvyard_core::event_log::{BlockExtraKeys, KVCacheEvent};
 use kvyard_core::hashing::ExtraKey;
 use kvyard_core::spec::AttentionKind;
 use pyo3::IntoPyObjectExt;
@@ -126,7 +126,7 @@ impl<'py> Reader<'_, 'py> {
     fn extra_keys(
         &self,
         num_hashes: usize,
-        extra_keys: &[Vec<ExtraKey>],
+        extra_keys: BlockExtraKeys<'_>,
     ) -> PyResult<Option<Bound<'py, PyList>>> {
         if num_hashes == 0 {
             return Ok(None);

@@ -387,7 +387,8 @@ impl KVCacheManager {
         let py = request.py();
         let named = RequestArgument::name(request)?;
         let (lease, name) = named.with(|name, row| {
-            let lease = self.with(py, |manager| manager.pop_blocks_for_free(name, row));
+            let lease =
+                self.shared.try_with(py, |core| core.manager().pop_blocks_for_free(name, row));
             (lease, name.to_owned())
         });
         Ok(BlockLease::new(lease?, self.objects.clone(), name))
@@ -421,7 +422,9 @@ impl KVCacheManager {
         let computed = count("total_computed_tokens", total_computed_tokens)?;
         let prompt =
             num_prompt_tokens.map(|tokens| count("num_prompt_tokens", tokens)).transpose()?;
-        self.with(py, |manager| manager.remove_skipped_blocks(request_id, None, computed, prompt))
+        self.shared.try_with(py, |core| {
+            core.manager().remove_skipped_blocks(request_id, None, computed, prompt)
+        })
     }
 
     /// Takes all keys from blocks, in the order of the ids; references stay.

@@ -8,6 +8,7 @@ use super::BlockPool;
 use crate::blocks::{BlockLease, GroupEnds};
 use crate::error::{KVCacheError, Result};
 use crate::id::{BlockId, NULL_BLOCK, length};
+use crate::memory::Grow;
 
 impl BlockPool {
     /// Takes `count` blocks from the head of the queue; cached ones are evicted.
@@ -17,8 +18,8 @@ impl BlockPool {
     pub fn get_new_blocks(&mut self, count: usize) -> Result<BlockLease> {
         self.check_available(count)?;
         let mut ids = Vec::new();
-        ids.try_reserve(count)?;
-        self.events.reserve(self.events_of_evictions(count))?;
+        ids.make_room(count)?;
+        self.reserve(count, 0, self.events_of_evictions(count))?;
         self.begin_change();
         for _ in 0..count {
             let block = self.take_head();
@@ -46,7 +47,8 @@ impl BlockPool {
             }
         }
         let mut ids = Vec::new();
-        ids.try_reserve(blocks.len())?;
+        ids.make_room(blocks.len())?;
+        self.note_change();
         for block in blocks {
             self.on_accessed(*block);
             if !block.is_null() {
@@ -172,6 +174,7 @@ impl BlockPool {
 
     /// Checked before; the order is the eviction order.
     pub(crate) fn release_counted(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        self.note_change();
         let mut last_plain = NULL_BLOCK;
         for block in blocks.filter(|block| !block.is_null()) {
             self.handed_out[block.index()] -= 1;

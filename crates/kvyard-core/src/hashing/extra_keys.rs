@@ -397,6 +397,16 @@ impl ExtraKeySource {
         cursor
     }
 
+    /// The most keys that `append_block_keys` appends for so many adjoining blocks together.
+    pub fn most_block_keys(&self, blocks: usize) -> usize {
+        if self.is_empty() {
+            return 0;
+        }
+        // Adapter, salt and embeddings in each; each item in the block where it ends, and at most one
+        // in each block that does not end there.
+        4 * blocks + self.media.len()
+    }
+
     fn append_media_keys(
         &self,
         block: &Range<usize>,

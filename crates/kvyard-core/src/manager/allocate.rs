@@ -8,9 +8,10 @@ use smallvec::SmallVec;
 
 use super::{KVCacheManager, span};
 use crate::blocks::KVCacheBlocks;
-use crate::error::Result;
+use crate::error::{KVCacheError, Result};
 use crate::event_log::EventReserve;
 use crate::id::{BlockId, GroupId, NULL_BLOCK, RequestRow, length};
+use crate::memory::Grow;
 use crate::request_view::{RequestCall, RequestStatus};
 use crate::semantics::StatsOn;
 use crate::single_type::{
@@ -91,7 +92,7 @@ impl GroupPlan {
 }
 
 /// What an `allocate_slots` will do. A refusal is a plan too: it releases what no later token reads,
-/// and nothing else.
+/// and nothing else. Good for the state it was planned on.
 #[derive(Clone, Debug)]
 #[must_use = "a plan changes nothing until it is applied"]
 pub struct AllocatePlan<'a> {
@@ -100,6 +101,9 @@ pub struct AllocatePlan<'a> {
     admitted: bool,
     attaches_hits: bool,
     groups: SmallVec<[GroupPlan; 2]>,
+    /// What the call returns, to be filled.
+    fresh: KVCacheBlocks,
+    revision: u64,
 }
 
 impl AllocatePlan<'_> {
@@ -129,8 +133,8 @@ impl KVCacheManager {
     /// See `plan_allocate_slots`. After an error nothing has changed; after a refusal only blocks that
     /// no later token reads are released.
     pub fn allocate_slots(&mut self, call: &AllocateSlots<'_>) -> Result<Option<KVCacheBlocks>> {
-        let plan = self.plan_allocate_slots(call)?;
-        self.reserve_allocate_slots(&plan)?;
+        let mut plan = self.plan_allocate_slots(call)?;
+        self.reserve_allocate_slots(&mut plan)?;
         Ok(self.apply_allocate_slots(plan))
     }
 
@@ -169,7 +173,10 @@ impl KVCacheManager {
             admitted: false,
             attaches_hits,
             groups: SmallVec::new(),
+            fresh: KVCacheBlocks::builder(self.pool.id(), self.pool.epoch() + 1),
+            revision: self.pool.revision(),
         };
+        plan.groups.make_room(self.managers.len())?;
         let waiting =
             matches!(call.request.view.status, RequestStatus::Waiting | RequestStatus::Preempted);
         let watermark = if call.has_scheduled_reqs && waiting { self.watermark_blocks } else { 0 };
@@ -195,22 +202,30 @@ impl KVCacheManager {
         Ok(plan)
     }
 
-    /// Grows what the plan will fill: rows, logs, tables.
+    /// Grows what the plan will fill: rows, logs, tables, the result.
     ///
     /// # Errors
-    /// `OutOfMemory`; nothing but capacity has changed.
-    pub fn reserve_allocate_slots(&mut self, plan: &AllocatePlan<'_>) -> Result<()> {
+    /// `InvalidArgument` for a plan of another state or another manager; `OutOfMemory`. Nothing but
+    /// capacity has changed.
+    pub fn reserve_allocate_slots(&mut self, plan: &mut AllocatePlan<'_>) -> Result<()> {
+        if !self.is_current(plan) {
+            return Err(KVCacheError::argument(
+                "plan",
+                "the manager has changed since this was planned, or another one planned it: plan again",
+            ));
+        }
         if !plan.admitted {
-            return self.tables.reserve_edits(0);
+            return self.tables.reserve_edits(0, self.requests.len());
         }
         let row = if let Some(row) = plan.row {
             row
         } else {
-            self.requests.reserve()?;
+            self.requests.reserve(plan.call.request.request_id)?;
             self.requests.next_row()
         };
         let (mut appended, mut taken) = (0, 0);
         let (mut new_keys, mut events) = (0, EventReserve::default());
+        let mut returned = 0;
         for (index, group) in plan.groups.iter().enumerate() {
             let hits = plan.call.hits(index).len() - group.attachment.hits_from;
             let new_blocks = group.num_new_blocks() as usize;
@@ -220,18 +235,30 @@ impl KVCacheManager {
             self.tables.reserve(row, manager.group(), row_blocks)?;
             manager.reserve_row(row, new_blocks, group.cached.len())?;
             appended += row_blocks;
+            returned +=
+                row_blocks - hits - (group.attachment.padding + group.attachment.external) as usize;
             taken += new_blocks;
             new_keys += group.cached.len();
-            events += self.pool.events_of_stores(group.cached.len(), manager.block_size());
+            let (request, size) = (plan.call.request, manager.block_size());
+            events += self.pool.events_of_stores(request, group.cached.len(), size);
         }
         events += self.pool.events_of_evictions(taken);
-        self.tables.reserve_edits(appended)?;
-        self.pool.reserve(new_keys, events)
+        plan.fresh.reserve(self.managers.len(), returned)?;
+        self.tables.reserve_edits(appended, self.requests.len() + 1)?;
+        self.pool.reserve(taken, new_keys, events)
     }
 
-    /// Carries the plan out.
+    fn is_current(&self, plan: &AllocatePlan<'_>) -> bool {
+        plan.revision == self.pool.revision() && plan.fresh.pool() == self.pool.id()
+    }
+
+    /// Carries the plan out, for which memory was reserved.
+    ///
+    /// # Panics
+    /// If the manager has changed since it was planned.
     pub fn apply_allocate_slots(&mut self, plan: AllocatePlan<'_>) -> Option<KVCacheBlocks> {
-        let AllocatePlan { call, row, admitted, attaches_hits, groups } = plan;
+        assert!(self.is_current(&plan), "a plan is applied to the state it was made for");
+        let AllocatePlan { call, row, admitted, attaches_hits, groups, fresh, .. } = plan;
         if let Some(row) = row {
             for (index, group) in groups.iter().enumerate() {
                 self.release_ranges(row, GroupId::from_index(index), group.released.clone());
@@ -248,7 +275,7 @@ impl KVCacheManager {
         if attaches_hits {
             self.attach_hits(row, &call, &groups);
         }
-        let fresh = self.take_new_blocks(row, &groups);
+        let fresh = self.take_new_blocks(row, &groups, fresh);
         for (manager, group) in self.managers.iter_mut().zip(groups) {
             if !group.cached.is_empty() {
                 let blocks = self.tables.row(row, manager.group());
@@ -471,9 +498,13 @@ impl KVCacheManager {
     }
 
     /// Step 10, and what the call returns: what was appended, nulls and moved blocks included.
-    fn take_new_blocks(&mut self, row: RequestRow, groups: &[GroupPlan]) -> KVCacheBlocks {
+    fn take_new_blocks(
+        &mut self,
+        row: RequestRow,
+        groups: &[GroupPlan],
+        mut appended: KVCacheBlocks,
+    ) -> KVCacheBlocks {
         let pool = &mut self.pool;
-        let mut appended = KVCacheBlocks::builder(pool.id(), pool.epoch());
         for (manager, plan) in self.managers.iter_mut().zip(groups) {
             let (group, new) = (manager.group(), &plan.new);
             let before = self.tables.row(row, group).len();

@@ -31,6 +31,7 @@ use crate::coordinator::{KVCacheCoordinator, PrefixLookup};
 use crate::error::{KVCacheError, Result};
 use crate::event_log::EventReserve;
 use crate::id::{BlockId, GroupId, RequestRow, length};
+use crate::memory::Grow;
 use crate::request_view::RequestCall;
 use crate::semantics::{DeferredFreeOrder, StatsOn};
 use crate::single_type::{GroupState, SingleTypeKVCacheManager};
@@ -247,13 +248,11 @@ impl KVCacheManager {
         let Some(row) = self.requests.find(request_id, hint) else {
             return Ok(());
         };
-        let mut unwritten = Vec::new();
-        for manager in &self.managers {
+        let unwritten = self.managers.iter().flat_map(|manager| {
             let written = (num_written_tokens / manager.block_size()) as usize;
-            let blocks = self.tables.row(row, manager.group());
-            unwritten.extend_from_slice(blocks.get(written..).unwrap_or(&[]));
-        }
-        self.pool.forget_keys(&unwritten)?;
+            self.tables.row(row, manager.group()).get(written..).unwrap_or(&[])
+        });
+        self.pool.forget_keys(unwritten)?;
         self.release_row(row);
         Ok(())
     }
@@ -268,14 +267,24 @@ impl KVCacheManager {
 
     /// Gives up a request and keeps its blocks held: their references pass to the lease, for
     /// `free_popped` once no step in flight reads them. An unknown request gives an empty lease.
+    ///
+    /// # Errors
+    /// `OutOfMemory`; the request keeps its blocks then.
     pub fn pop_blocks_for_free(
         &mut self,
         request_id: &str,
         hint: Option<RequestRow>,
-    ) -> BlockLease {
-        let mut ids: Vec<BlockId> = Vec::new();
-        let mut ends = GroupEnds::new();
+    ) -> Result<BlockLease> {
         let row = self.requests.find(request_id, hint);
+        let blocks = row.map_or(0, |row| {
+            let groups = self.managers.iter();
+            groups.map(|manager| self.tables.row(row, manager.group()).len()).sum()
+        });
+        let (mut ids, mut ends, mut name) = (Vec::new(), GroupEnds::new(), String::new());
+        ids.make_room(blocks)?;
+        ends.make_room(self.managers.len())?;
+        name.make_room(request_id.len())?;
+        name.push_str(request_id);
         for manager in &self.managers {
             if let Some(row) = row {
                 ids.extend_from_slice(self.tables.row(row, manager.group()));
@@ -285,7 +294,7 @@ impl KVCacheManager {
         if let Some(row) = row {
             self.forget(row);
         }
-        self.pool.hand_out(ids, ends, Some(request_id.to_owned()))
+        Ok(self.pool.hand_out(ids, ends, Some(name)))
     }
 
     /// Returns popped blocks, in the order of an immediate free or across groups, as the semantics
@@ -347,26 +356,32 @@ impl KVCacheManager {
             manager.forget(row);
         }
         self.requests.remove(row);
+        self.pool.note_change();
     }
 
     /// Releases the blocks that no later token of a request will read, `total_computed_tokens` being
     /// computed. An unknown request is none.
+    ///
+    /// # Errors
+    /// `OutOfMemory`; nothing is released then.
     pub fn remove_skipped_blocks(
         &mut self,
         request_id: &str,
         hint: Option<RequestRow>,
         total_computed_tokens: u32,
         num_prompt_tokens: Option<u32>,
-    ) {
+    ) -> Result<()> {
         let Some(row) = self.requests.find(request_id, hint) else {
-            return;
+            return Ok(());
         };
+        self.tables.reserve_edits(0, self.requests.len())?;
         for index in 0..self.managers.len() {
             let manager = &self.managers[index];
             let state = self.group_state(manager, Some(row));
             let spans = manager.skipped_ranges(&state, total_computed_tokens, num_prompt_tokens);
             self.release_ranges(row, GroupId::from_index(index), spans);
         }
+        Ok(())
     }
 
     /// Positions become null and their blocks go back.
@@ -411,6 +426,7 @@ impl KVCacheManager {
             return Err(KVCacheError::UnknownRequest { request: request.request_id.into() });
         };
         let mut spans: SmallVec<[(u32, u32); 4]> = SmallVec::new();
+        spans.make_room(self.managers.len())?;
         for manager in &self.managers {
             let blocks = self.tables.row(row, manager.group());
             let cacheable = self.coordinator.num_cacheable_tokens(manager, num_computed_tokens);
@@ -433,15 +449,16 @@ impl KVCacheManager {
             spans.push((start, stop));
         }
         let (mut new_keys, mut events) = (0, EventReserve::default());
-        for (manager, (start, stop)) in self.managers.iter().zip(&spans) {
+        for (manager, (start, stop)) in self.managers.iter_mut().zip(&spans) {
             let blocks = stop.saturating_sub(*start) as usize;
+            manager.reserve_row(row, 0, blocks)?;
             new_keys += blocks;
-            events += self.pool.events_of_stores(blocks, manager.block_size());
+            events += self.pool.events_of_stores(request, blocks, manager.block_size());
         }
         if new_keys == 0 {
             return Ok(());
         }
-        self.pool.reserve(new_keys, events)?;
+        self.pool.reserve(0, new_keys, events)?;
         self.pool.begin_change();
         for (manager, (start, stop)) in self.managers.iter_mut().zip(&spans) {
             if start < stop {

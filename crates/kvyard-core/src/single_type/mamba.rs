@@ -13,6 +13,7 @@ use crate::block_pool::BlockPool;
 use crate::caching::{MergedBlockHashes, ReachableBlocks};
 use crate::error::Result;
 use crate::id::{BlockId, RequestRow, length};
+use crate::memory::Grow;
 use crate::single_type::{Boundaries, Lookup, NewBlocks, PrefixHit, num_evictable};
 
 /// No state is known.
@@ -50,14 +51,12 @@ impl MambaStates {
 
     pub(crate) fn reserve(&mut self, row: RequestRow, new_keys: usize) -> Result<()> {
         if let Some(missing) = (row.index() + 1).checked_sub(self.last_state.len()) {
-            self.last_state.try_reserve(missing)?;
+            self.last_state.make_room(missing)?;
             self.last_state.resize(row.index() + 1, NO_STATE);
-            self.allocated.try_reserve(missing)?;
+            self.allocated.make_room(missing)?;
             self.allocated.resize(row.index() + 1, false);
         }
-        self.step_hashes
-            .try_reserve(new_keys)
-            .map_err(|_| crate::error::KVCacheError::OutOfMemory("keys of a step".into()))
+        self.step_hashes.make_room(new_keys)
     }
 
     /// Notes the keys that blocks got in this step.

@@ -16,6 +16,7 @@ use std::ops::Range;
 use crate::block_pool::BlockPool;
 use crate::caching::{BlockMask, MergedBlockHashes};
 use crate::id::{BlockId, GroupId, RequestRow, length};
+use crate::memory::Grow;
 use crate::semantics::{AlignPrediction, CommonPrefix};
 use crate::spec::{AttentionKind, KVCacheManagerConfig, MambaCacheMode};
 pub(crate) use lookup::{Lookup, PrefixHit};
@@ -493,11 +494,11 @@ impl SingleTypeKVCacheManager {
         new_keys: usize,
     ) -> crate::error::Result<()> {
         if let Some(missing) = (row.index() + 1).checked_sub(self.num_cached_block.len()) {
-            self.num_cached_block.try_reserve(missing)?;
+            self.num_cached_block.make_room(missing)?;
             self.num_cached_block.resize(row.index() + 1, NOT_CACHED);
         }
         if self.track_new_blocks {
-            self.new_block_ids.try_reserve(new_blocks)?;
+            self.new_block_ids.make_room(new_blocks)?;
         }
         match self.kind {
             AttentionKind::Mamba { .. } => self.mamba.reserve(row, new_keys),

@@ -56,7 +56,7 @@ impl World {
             _ => self.allocate_wrongly(kind, request),
         };
         let expected = match (kind, &outcome) {
-            (_, Outcome::Nothing) => true,
+            (_, Outcome::Nothing | Outcome::Error(Error::OutOfMemory(_))) => true,
             (Misuse::ForeignLease, Outcome::Error(error)) => {
                 matches!(error, Error::ForeignBlock { .. })
             }

@@ -15,10 +15,11 @@ use misuse::Foreign;
 
 use crate::blocks::BlockLease;
 use crate::caching::MergedBlockHashes;
-use crate::error::Result;
+use crate::error::{KVCacheError, Result};
 use crate::hashing::{BlockHasher, ExtraKeySource, HashAlgorithm, Lora, MediaItem, Texts};
 use crate::id::{BlockId, GroupId, length};
 use crate::manager::{AllocateSlots, CacheHit, KVCacheManager};
+use crate::memory::faults;
 use crate::op::{AllocateOp, BlockChoice, HitUse, Identity, Op, Outcome};
 use crate::request::Request;
 use crate::request_view::RequestStatus;
@@ -130,6 +131,23 @@ impl World {
         outcome
     }
 
+    /// Carries an operation out with its `k`-th request for memory refused. None if it made so many:
+    /// then it has failed and changed nothing. Else it is done.
+    ///
+    /// # Panics
+    /// If something does not hold.
+    pub fn execute_with_fault(&mut self, op: &Op, k: u64) -> Option<Outcome> {
+        faults::fail_at(k);
+        let outcome = self.execute(op);
+        if faults::is_pending() {
+            faults::fail_at(0);
+            return Some(outcome);
+        }
+        let refused = matches!(outcome, Outcome::Error(KVCacheError::OutOfMemory(_)));
+        assert!(refused, "{op:?}, request {k} for memory: {outcome:?}");
+        None
+    }
+
     /// Checks what must hold between operations.
     ///
     /// # Panics
@@ -213,14 +231,15 @@ impl World {
             }
             Op::Pop { .. } => {
                 let lease = self.manager.pop_blocks_for_free(&id, None);
-                self.actors.swap_remove(at);
-                self.keep(lease)
+                lease.map_or_else(Outcome::Error, |lease| {
+                    self.actors.swap_remove(at);
+                    self.keep(lease)
+                })
             }
             Op::RemoveSkipped { num_tokens, .. } => {
                 let end = (*num_tokens).min(request.num_computed_tokens);
                 let prompt = Some(request.view().num_prompt_tokens);
-                self.manager.remove_skipped_blocks(&id, None, end, prompt);
-                Outcome::Done
+                self.manager.remove_skipped_blocks(&id, None, end, prompt).into()
             }
             _ => self.read(at),
         }
@@ -309,6 +328,7 @@ impl World {
         let arguments = AllocateSlots {
             num_new_computed_tokens: hit.map_or(0, |hit| hit.num_tokens),
             new_computed_blocks: hit.map(|hit| &hit.blocks),
+            num_encoder_tokens: if computed == 0 { 6 } else { 0 },
             num_lookahead_tokens: op.num_lookahead_tokens % 5,
             num_external_computed_tokens: external,
             delay_cache_blocks: op.has(AllocateOp::DELAY_CACHE_BLOCKS),
@@ -408,8 +428,8 @@ fn allocate_in_parts(
     arguments: &AllocateSlots<'_>,
 ) -> Result<Option<crate::blocks::KVCacheBlocks>> {
     let before = manager.state_digest();
-    let plan = manager.plan_allocate_slots(arguments)?;
-    manager.reserve_allocate_slots(&plan)?;
+    let mut plan = manager.plan_allocate_slots(arguments)?;
+    manager.reserve_allocate_slots(&mut plan)?;
     assert_eq!(before, manager.state_digest(), "reserving grows capacity only");
     let admitted = plan.is_admitted();
     let fresh = manager.apply_allocate_slots(plan);

@@ -2,7 +2,7 @@
 
 use super::WorldConfig;
 use crate::semantics::Semantics;
-use crate::spec::{AttentionKind, KVCacheGroupSpec, KVCacheManagerConfig};
+use crate::spec::{AttentionKind, KVCacheGroupSpec, KVCacheManagerConfig, MambaCacheMode};
 
 /// Tokens per block in most presets.
 const BLOCK_SIZE: u32 = 4;
@@ -35,6 +35,19 @@ fn hybrid(semantics: Semantics) -> KVCacheManagerConfig {
     }
 }
 
+fn mamba(mamba_cache_mode: MambaCacheMode) -> AttentionKind {
+    AttentionKind::Mamba { mamba_cache_mode, num_speculative_blocks: 1 }
+}
+
+/// A kind that models have beside full attention.
+fn beside_full(num_blocks: u32, kind: AttentionKind) -> KVCacheManagerConfig {
+    let groups = [AttentionKind::FullAttention, kind];
+    KVCacheManagerConfig {
+        groups: groups.map(|kind| KVCacheGroupSpec::new(kind, BLOCK_SIZE)).to_vec(),
+        ..manager(num_blocks, kind, BLOCK_SIZE)
+    }
+}
+
 /// One configuration of every kind that decides differently.
 pub fn presets() -> Vec<WorldConfig> {
     let full = manager(13, AttentionKind::FullAttention, BLOCK_SIZE);
@@ -59,6 +72,15 @@ pub fn presets() -> Vec<WorldConfig> {
         manager(15, AttentionKind::SlidingWindow { sliding_window: 6 }, BLOCK_SIZE),
         manager(15, AttentionKind::ChunkedLocalAttention { attention_chunk_size: 8 }, BLOCK_SIZE),
         manager(11, AttentionKind::SinkFullAttention { sink_len: 4 }, BLOCK_SIZE),
+        manager(15, AttentionKind::SlidingWindowMLA { sliding_window: 6 }, BLOCK_SIZE),
+        manager(11, mamba(MambaCacheMode::None), BLOCK_SIZE),
+        beside_full(19, mamba(MambaCacheMode::Align)),
+        beside_full(23, mamba(MambaCacheMode::All)),
+        KVCacheManagerConfig {
+            enable_caching: false,
+            enable_kv_cache_events: false,
+            ..beside_full(21, AttentionKind::CrossAttention)
+        },
         hybrid(Semantics::corrected()),
         KVCacheManagerConfig { use_eagle: true, ..hybrid(Semantics::vllm_0_25_1()) },
         // No usable block at all.

@@ -4,7 +4,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use kvyard_core::event_log::{EventLog, KVCacheEvent};
+use kvyard_core::event_log::{BlockExtraKeys, EventLog, KVCacheEvent};
 use kvyard_core::hashing::{
     BlockHasher, ExtraKey, ExtraKeySource, HashAlgorithm, Lora, MediaItem, Text, Texts,
 };
@@ -176,7 +176,7 @@ impl Replay {
                 Value::Null
             }
             "pop_blocks_for_free" => {
-                let lease = self.manager().pop_blocks_for_free(text(op, "id"), None);
+                let lease = self.manager().pop_blocks_for_free(text(op, "id"), None).unwrap();
                 let popped = ids(lease.ids());
                 self.popped.insert(text(op, "id").into(), lease);
                 popped
@@ -427,11 +427,11 @@ fn extra_keys(op: &Value) -> ExtraKeySource {
 }
 
 /// vLLM: nothing for an event without hashes, else an entry a hash.
-fn recorded_extra_keys(num_hashes: usize, extra_keys: &[Vec<ExtraKey>]) -> Value {
-    match (num_hashes, extra_keys) {
+fn recorded_extra_keys(num_hashes: usize, extra_keys: &BlockExtraKeys<'_>) -> Value {
+    match (num_hashes, extra_keys.is_empty()) {
         (0, _) => Value::Null,
-        (_, []) => vec![Value::Null; num_hashes].into(),
-        (_, blocks) => blocks.iter().map(|keys| block_keys(keys)).collect(),
+        (_, true) => vec![Value::Null; num_hashes].into(),
+        (_, false) => extra_keys.iter().map(block_keys).collect(),
     }
 }
 

@@ -33,7 +33,7 @@ fn e4_immediate_and_deferred_free() {
             engine.run("a", 0..10);
             assert_eq!(engine.rows("a"), [[1, 2, 3], [4, 5, 6]]);
             if is_deferred {
-                let lease = engine.manager.pop_blocks_for_free("a", None);
+                let lease = engine.manager.pop_blocks_for_free("a", None).unwrap();
                 assert_eq!(lease.ids().len(), 6);
                 assert_eq!((engine.num_free(), engine.rows("a")), (5, vec![vec![], vec![]]));
                 assert!(!engine.manager.reset_prefix_cache().unwrap(), "popped, not returned");

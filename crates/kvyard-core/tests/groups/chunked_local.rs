@@ -12,7 +12,7 @@ fn skipped_tokens() {
         let mut engine = Engine::of(40, &[chunked(1, 8)]);
         let mut request = engine.request("a", 0..20);
         engine.step(&mut request, 17);
-        engine.manager.remove_skipped_blocks("a", None, computed, Some(20));
+        engine.manager.remove_skipped_blocks("a", None, computed, Some(20)).unwrap();
         let row = engine.row("a");
         assert_eq!(row.len() - live(&row), expected, "{computed} computed");
     }
@@ -24,7 +24,7 @@ fn a_straddling_block_is_kept() {
     let mut engine = Engine::of(40, &[chunked(4, 6)]);
     let mut request = engine.request("a", 0..12);
     engine.step(&mut request, 8);
-    engine.manager.remove_skipped_blocks("a", None, 7, Some(12));
+    engine.manager.remove_skipped_blocks("a", None, 7, Some(12)).unwrap();
     assert_eq!(engine.row("a"), [0, 2], "6 / 4 = 1");
 }
 

@@ -165,7 +165,7 @@ impl Engine {
         let total = total - request.num_in_flight_tokens;
         let prompt = u32::try_from(request.num_prompt_tokens()).unwrap();
         let name = request.request_id();
-        self.manager.remove_skipped_blocks(name, None, total, Some(prompt));
+        self.manager.remove_skipped_blocks(name, None, total, Some(prompt)).unwrap();
         let free = self.num_free();
         let call = request.call(true);
         (0..=free).find(|wanted| {

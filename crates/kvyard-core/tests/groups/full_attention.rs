@@ -158,7 +158,7 @@ fn a_window_over_latent_attention() {
     let mut engine = Engine::of(20, &[group]);
     let mut request = engine.request("a", 0..320);
     engine.step(&mut request, 300);
-    engine.manager.remove_skipped_blocks("a", None, 300, Some(320));
+    engine.manager.remove_skipped_blocks("a", None, 300, Some(320)).unwrap();
     assert_eq!(engine.row("a"), [0, 0, 3, 4, 5]);
 }
 
@@ -212,10 +212,10 @@ fn rswa_without_a_prompt_length_keeps_everything() {
     let mut engine = Engine::of(20, &[rswa(4, 6)]);
     let mut request = engine.request("a", 0..40);
     engine.step(&mut request, 40);
-    engine.manager.remove_skipped_blocks("a", None, 40, None);
+    engine.manager.remove_skipped_blocks("a", None, 40, None).unwrap();
     assert_eq!(engine.row("a"), (1..=10).collect::<Vec<_>>());
     // A prompt of 10 tokens: blocks 3 to 7 lie behind it and before token 34.
-    engine.manager.remove_skipped_blocks("a", None, 40, Some(10));
+    engine.manager.remove_skipped_blocks("a", None, 40, Some(10)).unwrap();
     assert_eq!(engine.row("a"), [1, 2, 3, 0, 0, 0, 0, 0, 9, 10]);
 }
 
@@ -229,7 +229,7 @@ fn rswa_finds_its_gap_again() {
         engine.step(&mut request, 10);
         request.append_output_tokens(&(10..40).collect::<Vec<_>>());
         engine.step(&mut request, 30);
-        engine.manager.remove_skipped_blocks("a", None, 40, Some(10));
+        engine.manager.remove_skipped_blocks("a", None, 40, Some(10)).unwrap();
         assert_eq!(engine.row("a"), [1, 2, 3, 0, 0, 0, 0, 0, 9, 10]);
         assert_eq!(engine.manager.get_num_common_prefix_blocks("a")[..], [3]);
         let again = engine.request("b", 0..42);

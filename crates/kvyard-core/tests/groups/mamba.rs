@@ -31,7 +31,7 @@ fn examples_2_mode_all() {
         let mut request = engine.request("a", 0..72);
         engine.step(&mut request, 40);
         assert_eq!((engine.row("a"), engine.num_cached("a", 0)), (vec![1, 2, 3], Some(2)));
-        engine.manager.remove_skipped_blocks("a", None, 40, Some(72));
+        engine.manager.remove_skipped_blocks("a", None, 40, Some(72)).unwrap();
         assert_eq!(engine.row("a"), [0, 0, 3]);
         engine.step_with(&mut request, &Ask { delayed: true, ..new(32) });
         assert_eq!(engine.row("a"), [0, 0, 3, 4, 5]);
@@ -57,7 +57,7 @@ fn example_3_mode_all_with_drafts() {
     let mut request = engine.request("a", 0..40);
     engine.step(&mut request, 40);
     assert_eq!(engine.row("a"), [1, 2, 3, 4, 5]);
-    engine.manager.remove_skipped_blocks("a", None, 40, Some(40));
+    engine.manager.remove_skipped_blocks("a", None, 40, Some(40)).unwrap();
     assert_eq!(engine.row("a"), [0, 0, 3, 4, 5], "as if both drafts were rejected: 37 / 16 = 2");
 }
 
@@ -69,7 +69,7 @@ fn drafts_keep_a_state_longer() {
             let mut engine = Engine::of(40, &[mamba_with_drafts(16, mode, 2)]);
             let mut request = engine.request("a", 0..40);
             engine.step(&mut request, 40);
-            engine.manager.remove_skipped_blocks("a", None, computed, Some(40));
+            engine.manager.remove_skipped_blocks("a", None, computed, Some(40)).unwrap();
             let row = engine.row("a");
             assert_eq!(row.len() - live(&row), expected, "{computed} computed");
         }
@@ -181,7 +181,7 @@ fn align_holds_few_states() {
             assert!(live(&row) <= most && live(last) == last.len(), "{row:?}");
         }
         if drafts == 0 {
-            engine.manager.remove_skipped_blocks("a", None, 64, Some(16));
+            engine.manager.remove_skipped_blocks("a", None, 64, Some(16)).unwrap();
             assert_eq!(live(&engine.row("a")), 1, "only the last one is needed");
         }
         engine.free("a");

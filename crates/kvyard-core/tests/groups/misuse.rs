@@ -348,12 +348,12 @@ fn unknown_requests() {
         let (mut engine, _, _) = two_groups(semantics);
         let before = engine.manager.state_digest();
         engine.manager.free("nobody", None);
-        engine.manager.remove_skipped_blocks("nobody", None, 100, Some(100));
+        engine.manager.remove_skipped_blocks("nobody", None, 100, Some(100)).unwrap();
         assert!(engine.manager.get_blocks("nobody", None).is_empty());
         assert_eq!(engine.manager.get_num_common_prefix_blocks("nobody")[..], [0, 0]);
         let computed = engine.manager.get_blocks_for_computed_tokens("nobody", None, 10);
         assert_eq!((computed.num_groups(), computed.is_empty()), (2, true));
-        let lease = engine.manager.pop_blocks_for_free("nobody", None);
+        let lease = engine.manager.pop_blocks_for_free("nobody", None).unwrap();
         assert!(lease.ids().is_empty());
         engine.manager.free_popped(lease).unwrap();
         assert_eq!(engine.manager.state_digest(), before);
@@ -376,7 +376,7 @@ fn sums_of_different_groups() {
 fn a_lease_goes_back_once() {
     for semantics in BOTH {
         let (mut engine, _, _) = two_groups(semantics);
-        let lease = engine.manager.pop_blocks_for_free("running", None);
+        let lease = engine.manager.pop_blocks_for_free("running", None).unwrap();
         assert_eq!(lease.group_ends(), [5, 10]);
         let ids = lease.ids().to_vec();
         // Its references do not go back by id behind its back.

@@ -58,7 +58,7 @@ fn common_prefix(semantics: Semantics) -> Vec<u64> {
         counts[0] as u64
     };
     let before = count(&engine);
-    let lease = engine.manager.pop_blocks_for_free("a2", None);
+    let lease = engine.manager.pop_blocks_for_free("a2", None).unwrap();
     let popped = count(&engine);
     engine.manager.free_popped(lease).unwrap();
     vec![before, popped, count(&engine)]
@@ -92,7 +92,7 @@ fn stores(semantics: Semantics) -> Vec<u64> {
 fn deferred(semantics: Semantics) -> Vec<u64> {
     let mut engine = manager(12, &[full(4), swa(4, 20)], semantics);
     engine.run("a", 0..10);
-    let lease = engine.manager.pop_blocks_for_free("a", None);
+    let lease = engine.manager.pop_blocks_for_free("a", None).unwrap();
     engine.manager.free_popped(lease).unwrap();
     engine.order().into_iter().map(u64::from).collect()
 }

@@ -14,7 +14,7 @@ fn skipped_tokens() {
         let mut engine = Engine::of(40, &[swa(1, 8)]);
         let mut request = engine.request("a", 0..20);
         engine.step(&mut request, 16);
-        engine.manager.remove_skipped_blocks("a", None, computed, Some(20));
+        engine.manager.remove_skipped_blocks("a", None, computed, Some(20)).unwrap();
         let row = engine.row("a");
         assert_eq!(row.len() - live(&row), expected, "{computed} computed");
         assert!(row[expected..].iter().all(|block| *block != 0), "nulls, then blocks");
@@ -28,7 +28,7 @@ fn skipped_blocks_are_whole() {
         let mut engine = Engine::of(40, &[swa(4, 8)]);
         let mut request = engine.request("a", 0..24);
         engine.step(&mut request, 20);
-        engine.manager.remove_skipped_blocks("a", None, computed, Some(24));
+        engine.manager.remove_skipped_blocks("a", None, computed, Some(24)).unwrap();
         assert_eq!(engine.row("a").len() - live(&engine.row("a")), expected, "{computed}");
     }
 }

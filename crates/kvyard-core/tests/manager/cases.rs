@@ -22,7 +22,7 @@ fn c07_popped_blocks_are_no_common_prefix() {
         world.allocate_all("A2");
         world.start("B1", 100..109);
         assert_eq!(common(&world, "A1"), 0);
-        let lease = world.manager.pop_blocks_for_free("A2", None);
+        let lease = world.manager.pop_blocks_for_free("A2", None).unwrap();
         assert_eq!(common(&world, "A1"), while_popped);
         world.manager.free_popped(lease).unwrap();
         assert_eq!(common(&world, "A1"), 0);
@@ -158,7 +158,7 @@ fn a_reset_waits_until_everything_is_back() {
         world.start("A", 0..9);
         world.take_events();
         assert!(!world.manager.reset_prefix_cache().unwrap());
-        let lease = world.manager.pop_blocks_for_free("A", None);
+        let lease = world.manager.pop_blocks_for_free("A", None).unwrap();
         assert!(!world.manager.reset_prefix_cache().unwrap());
         assert!(world.take_events().is_empty());
         assert!(!world.manager.prefix_cache_stats().unwrap().reset);

@@ -264,7 +264,7 @@ fn row_18_what_a_row_holds_is_not_freed_by_id() {
     let error = world.manager.pool_mut().free_counted(&[BlockId(1)]).unwrap_err();
     assert!(matches!(error, KVCacheError::NotOwned { block: BlockId(1), .. }), "{error}");
     // A popped and returned, then returned again by id.
-    let lease = world.manager.pop_blocks_for_free("B", None);
+    let lease = world.manager.pop_blocks_for_free("B", None).unwrap();
     world.add("C", 0..9);
     world.allocate_all("C");
     let ids = lease.ids().to_vec();
@@ -287,9 +287,9 @@ fn rows_15_to_18_a_shared_block_outlives_the_double_free_of_one_owner() {
         world.start("B", 0..10);
         let shared = BlockId(1);
         assert_eq!((world.row("A")[0], world.row("B")[0]), (1, 1));
-        let popped = world.manager.pop_blocks_for_free("A", None);
+        let popped = world.manager.pop_blocks_for_free("A", None).unwrap();
         let of_a = world.manager.pool_mut().dissolve(popped).unwrap();
-        let of_b = b_is_popped.then(|| world.manager.pop_blocks_for_free("B", None));
+        let of_b = b_is_popped.then(|| world.manager.pop_blocks_for_free("B", None).unwrap());
         world.manager.pool_mut().free_counted(&of_a).unwrap();
         let before = world.manager.state_digest();
         let error = world.manager.pool_mut().free_counted(&of_a).unwrap_err();

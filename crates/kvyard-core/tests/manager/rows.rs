@@ -1,8 +1,11 @@
 //! Rows, plans, snapshots, the digest.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use kvyard_core::block_table::RowEdit;
 use kvyard_core::{
-    AllocateSlots, AttentionKind, BlockId, GroupId, KVCacheManagerConfig, RequestRow,
+    AllocateSlots, AttentionKind, BlockId, GroupId, KVCacheError, KVCacheManager,
+    KVCacheManagerConfig, RequestRow,
 };
 
 use crate::harness::{Harness, NUM_BLOCKS, Options, full, numbers, of_kind};
@@ -122,18 +125,64 @@ fn a_plan_changes_nothing_until_it_is_applied() {
         ..AllocateSlots::new(&call, 12)
     };
     let before = parts.manager.state_digest();
-    let plan = parts.manager.plan_allocate_slots(&arguments).unwrap();
+    let mut plan = parts.manager.plan_allocate_slots(&arguments).unwrap();
     assert!(plan.is_admitted());
-    parts.manager.reserve_allocate_slots(&plan).unwrap();
+    parts.manager.reserve_allocate_slots(&mut plan).unwrap();
     assert_eq!(parts.manager.state_digest(), before);
     assert!(parts.manager.get_blocks("B", None).is_empty());
     // A plan may be dropped, and made again.
-    let again = parts.manager.plan_allocate_slots(&arguments).unwrap();
+    let mut again = parts.manager.plan_allocate_slots(&arguments).unwrap();
+    parts.manager.reserve_allocate_slots(&mut again).unwrap();
     let fresh = parts.manager.apply_allocate_slots(again).unwrap();
     let with = Options { hit: Some(hit), ..Options::default() };
     assert_eq!(whole.allocate_with("B", 12, with), Some(numbers(fresh.ids())));
     assert_eq!(parts.manager.state_digest(), whole.manager.state_digest());
-    drop(plan);
+    // From here on the first one is void.
+    let error = parts.manager.reserve_allocate_slots(&mut plan).unwrap_err();
+    assert!(matches!(error, KVCacheError::InvalidArgument { argument: "plan", .. }), "{error}");
+}
+
+/// Whatever happens to the blocks or the requests in between voids a plan, and so does a plan of
+/// another manager.
+#[test]
+fn a_plan_is_good_for_the_state_it_was_made_for() {
+    type Change = fn(&mut KVCacheManager);
+    let changes: [Change; 6] = [
+        |manager| manager.free("A", None),
+        |manager| manager.pool_mut().evict_blocks(&[BlockId(2)]).unwrap(),
+        |manager| manager.remove_skipped_blocks("A", None, 8, Some(4)).unwrap(),
+        |manager| {
+            let lease = manager.pop_blocks_for_free("A", None).unwrap();
+            manager.free_popped(lease).unwrap();
+        },
+        |manager| {
+            let lease = manager.pool_mut().get_new_blocks(1).unwrap();
+            manager.pool_mut().free(lease).unwrap();
+        },
+        |manager| {
+            let lease = manager.pool_mut().touch(&[BlockId(1)]).unwrap();
+            manager.pool_mut().free(lease).unwrap();
+        },
+    ];
+    for change in changes {
+        let window = AttentionKind::SlidingWindow { sliding_window: 2 };
+        let mut world = Harness::new(of_kind(window, full(NUM_BLOCKS)));
+        world.start("A", 0..8);
+        world.add("B", 100..110);
+        let call = world.requests["B"].call(true);
+        let arguments = AllocateSlots::new(&call, 10);
+        let mut plan = world.manager.plan_allocate_slots(&arguments).unwrap();
+        let mut other = Harness::new(of_kind(window, full(NUM_BLOCKS))).manager;
+        assert!(other.reserve_allocate_slots(&mut plan).is_err());
+        world.manager.reserve_allocate_slots(&mut plan).unwrap();
+        change(&mut world.manager);
+        let before = world.manager.state_digest();
+        let error = world.manager.reserve_allocate_slots(&mut plan).unwrap_err();
+        assert!(matches!(error, KVCacheError::InvalidArgument { argument: "plan", .. }), "{error}");
+        let applied = catch_unwind(AssertUnwindSafe(|| world.manager.apply_allocate_slots(plan)));
+        assert!(applied.is_err());
+        assert_eq!(world.manager.state_digest(), before);
+    }
 }
 
 #[test]
@@ -142,9 +191,9 @@ fn a_refusal_is_a_plan_too() {
     world.add("A", 0..12);
     let call = world.requests["A"].call(true);
     let arguments = AllocateSlots::new(&call, 12);
-    let plan = world.manager.plan_allocate_slots(&arguments).unwrap();
+    let mut plan = world.manager.plan_allocate_slots(&arguments).unwrap();
     assert!(!plan.is_admitted());
-    world.manager.reserve_allocate_slots(&plan).unwrap();
+    world.manager.reserve_allocate_slots(&mut plan).unwrap();
     assert!(world.manager.apply_allocate_slots(plan).is_none());
 }
 

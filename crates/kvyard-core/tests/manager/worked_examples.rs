@@ -46,7 +46,7 @@ fn e2_a_later_free_puts_its_tail_in_front() {
 fn a_deferred_free_of_one_group_is_an_immediate_one() {
     let mut world = Harness::new(full(NUM_BLOCKS));
     world.start("A", 0..10);
-    let lease = world.manager.pop_blocks_for_free("A", None);
+    let lease = world.manager.pop_blocks_for_free("A", None).unwrap();
     assert_eq!(crate::harness::numbers(lease.ids()), [1, 2, 3]);
     assert_eq!((world.num_free(), world.manager.num_tracked_requests()), (8, 0));
     // Still there to be found (T15).
@@ -199,8 +199,8 @@ fn unknown_requests_are_none() {
     world.free("nobody");
     assert!(world.manager.get_blocks("nobody", None).is_empty());
     assert_eq!(world.manager.get_num_common_prefix_blocks("nobody").to_vec(), [0]);
-    world.manager.remove_skipped_blocks("nobody", None, 8, Some(4));
-    let lease = world.manager.pop_blocks_for_free("nobody", None);
+    world.manager.remove_skipped_blocks("nobody", None, 8, Some(4)).unwrap();
+    let lease = world.manager.pop_blocks_for_free("nobody", None).unwrap();
     assert_eq!((lease.ids().len(), lease.group_ends()), (0, &[0][..]));
     assert_eq!(world.manager.state_digest(), before);
     world.manager.free_popped(lease).unwrap();
@@ -331,7 +331,7 @@ fn a_gap_opens_between_prompt_and_window() {
     world.request("A").append_output_tokens(&(10..32).collect::<Vec<_>>());
     world.allocate("A", 11);
     let skip = |world: &mut Harness, computed| {
-        world.manager.remove_skipped_blocks("A", None, computed, Some(10));
+        world.manager.remove_skipped_blocks("A", None, computed, Some(10)).unwrap();
         world.manager.validate();
     };
     skip(&mut world, 21);
@@ -407,9 +407,9 @@ fn a_finished_request_may_drop_its_gap_first() {
     world.request("A").append_output_tokens(&(10..22).collect::<Vec<_>>());
     world.allocate("A", 12);
     // Without the prompt's length nothing is skipped.
-    world.manager.remove_skipped_blocks("A", None, 22, None);
+    world.manager.remove_skipped_blocks("A", None, 22, None).unwrap();
     assert_eq!(world.row("A"), [1, 2, 3, 4, 5, 6]);
-    world.manager.remove_skipped_blocks("A", None, 22, Some(10));
+    world.manager.remove_skipped_blocks("A", None, 22, Some(10)).unwrap();
     assert_eq!(world.row("A"), [1, 2, 3, 0, 5, 6]);
     world.manager.validate();
 }

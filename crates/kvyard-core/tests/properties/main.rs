@@ -6,6 +6,7 @@ mod pool_model;
 mod small_scope;
 mod strategies;
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use kvyard_core::hashing::{BlockHasher, HashAlgorithm};
@@ -50,7 +51,7 @@ fn presets_with(drives_pool: bool) -> Vec<WorldConfig> {
 #[test]
 fn schedules_keep_every_invariant() {
     for config in presets_with(false) {
-        try_all(100, &strategies::schedule(), |ops| {
+        try_all(60, &strategies::schedule(), |ops| {
             let mut world = World::new(&config);
             for op in &ops {
                 world.execute(op);
@@ -77,6 +78,30 @@ fn the_pool_does_what_the_naive_model_does() {
             }
             Ok(())
         });
+    }
+}
+
+/// Whichever request for memory of whichever call is refused: the call fails, the state is what it was,
+/// and the same call works next.
+#[test]
+fn no_refused_memory_changes_the_state() {
+    for config in presets() {
+        let strategy = if config.drives_pool {
+            strategies::pool_schedule().boxed()
+        } else {
+            strategies::schedule().boxed()
+        };
+        let num_refused = Cell::new(0);
+        try_all(4, &strategy, |ops| {
+            let mut world = World::new(&config);
+            // What breaks the contract is refused before it asks for memory, or by another manager.
+            for op in ops.iter().filter(|op| !matches!(op, Op::Misuse { .. })) {
+                let refused = (1..).take_while(|k| world.execute_with_fault(op, *k).is_none());
+                num_refused.set(num_refused.get() + refused.count());
+            }
+            Ok(())
+        });
+        assert!(num_refused.get() > 100 || config.manager.num_blocks == 1, "{config:?}");
     }
 }
 
