@@ -19,6 +19,7 @@ BASES: dict[type[kvyard.KVCacheError], tuple[type[Exception], ...]] = {
     kvyard.NotOwnedError: (kvyard.OwnershipError,),
     kvyard.AlreadyTrackedError: (kvyard.OwnershipError, AssertionError),
     kvyard.HashConflictError: (kvyard.OwnershipError, AssertionError),
+    kvyard.InvariantError: (kvyard.KVCacheError, AssertionError),
     kvyard.PoisonedError: (kvyard.KVCacheError,),
 }
 

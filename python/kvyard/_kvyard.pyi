@@ -681,7 +681,7 @@ class BlockPool:
         """Check every invariant; for tests, it walks all blocks.
 
         Raises:
-            AssertionError: One is broken; the message names it.
+            InvariantError: One is broken; the message names it.
         """
     def state_digest(self) -> str:
         """A digest of the whole state: equal states have equal digests."""
@@ -982,7 +982,26 @@ class KVCacheManager:
         """Check every invariant; for tests, it walks all blocks.
 
         Raises:
-            AssertionError: One is broken; the message names it.
+            InvariantError: One is broken; the message names it.
+        """
+    def audit(self, budget: int = 1000) -> int:
+        """Check a slice of the invariants, going on where the last call stopped.
+
+        Cheap enough to be called at every step: `docs/ownership.md` has the figures.
+
+        Args:
+            budget: Memory accesses, roughly; each takes some nanoseconds.
+
+        Returns:
+            How often everything was checked since the manager was made.
+
+        Raises:
+            InvariantError: One is broken; its `report` is for `kvyard explain`.
+        """
+    def report(self) -> str:
+        """Who holds what and the last 256 operations, as JSON for `kvyard explain`.
+
+        Works on a poisoned manager too.
         """
     def state_digest(self) -> str:
         """A digest of the whole state: equal states have equal digests."""

@@ -80,5 +80,16 @@ class HashConflictError(OwnershipError, AssertionError):
     """A block that already carries a full key would get another one."""
 
 
+class InvariantError(KVCacheError, AssertionError):
+    """An internal invariant does not hold: a fault of kvyard's. The manager refuses later calls.
+
+    Attributes:
+        report: Who holds what and the last operations, as JSON for `kvyard explain`; None for a
+            pool by itself.
+    """
+
+    report: str | None = None
+
+
 class PoisonedError(KVCacheError):
     """An internal invariant broke earlier; the manager refuses every later call."""

@@ -24,7 +24,9 @@ use crate::block_hash::BlockHash;
 use crate::error::{KVCacheError, Result};
 use crate::event_log::{EventLog, EventReserve, KVCacheEvent};
 use crate::free_queue::FreeKVCacheBlockQueue;
+use crate::history::{Effect, History};
 use crate::id::{BlockId, GroupId, NULL_BLOCK};
+use crate::op::Op;
 use crate::prefix_map::{PrefixKey, PrefixMap};
 use crate::semantics::{RemovalEvent, Semantics};
 use crate::stats::ResidencyMetrics;
@@ -62,6 +64,10 @@ pub struct BlockPool {
     epoch_base: u64,
     revision: u64,
     pub(crate) events: EventLog,
+    pub(crate) history: History,
+    /// In which pass of the audit a row was seen to hold a block; empty before the first.
+    pub(crate) seen_in_pass: Vec<u32>,
+    pub(crate) audit_pass: u32,
     residency: Option<ResidencyMetrics>,
     num_blocks_stored: u64,
     num_blocks_removed: u64,
@@ -105,6 +111,9 @@ impl BlockPool {
             epoch_base: 0,
             revision: 0,
             events: EventLog::new(config.enable_kv_cache_events),
+            history: History::default(),
+            seen_in_pass: Vec::new(),
+            audit_pass: 0,
             residency,
             num_blocks_stored: 0,
             num_blocks_removed: 0,
@@ -232,6 +241,11 @@ impl BlockPool {
         self.events.take(spare);
     }
 
+    /// The last operations.
+    pub fn history(&self) -> &History {
+        &self.history
+    }
+
     /// Now, in changes of the pool: what a snapshot remembers.
     #[inline]
     pub fn epoch(&self) -> u64 {
@@ -304,6 +318,7 @@ impl BlockPool {
             self.check_block("block_ids", *block)?;
         }
         self.reserve(blocks.len(), 0, self.events_of_evictions(blocks.len()))?;
+        self.history.begin(Op::Evict { blocks: Vec::new() }, "");
         self.begin_change();
         for block in blocks.iter().filter(|block| !block.is_null()) {
             self.on_evicted(*block);
@@ -318,9 +333,12 @@ impl BlockPool {
     /// Takes all keys from blocks, because what they promise is not there.
     pub(crate) fn forget_keys<'a>(
         &mut self,
+        op: Op,
+        request_id: &str,
         blocks: impl Iterator<Item = &'a BlockId> + Clone,
     ) -> Result<()> {
         self.reserve(0, 0, self.events_of_evictions(blocks.clone().count()))?;
+        self.history.begin(op, request_id);
         self.begin_change();
         for block in blocks {
             if self.prefix.is_cached(*block) {
@@ -340,6 +358,7 @@ impl BlockPool {
             return Ok(false);
         }
         self.events.reserve(EventReserve { records: 1, ..EventReserve::default() })?;
+        self.history.begin(Op::Reset, "");
         self.begin_change();
         let now = self.relative_epoch();
         for block in 1..self.config.num_blocks {
@@ -433,15 +452,25 @@ impl BlockPool {
         }
     }
 
+    /// Notes for the audit that a row holds the block. Off until the first audit.
+    #[inline]
+    pub(crate) fn mark_seen(&mut self, block: BlockId) {
+        if let Some(seen) = self.seen_in_pass.get_mut(block.index()) {
+            *seen = self.audit_pass;
+        }
+    }
+
     /// A row attaches a block of a hit.
     #[inline]
     pub(crate) fn attach_to_row(&mut self, block: BlockId) {
         self.on_accessed(block);
         if !block.is_null() {
+            self.history.note(Effect::Referenced, block);
             if self.ref_cnt(block) == 0 {
                 self.queue.remove(block);
             }
             self.row_references[block.index()] += 1;
+            self.mark_seen(block);
         }
     }
 
@@ -452,6 +481,7 @@ impl BlockPool {
         let mut last_plain = NULL_BLOCK;
         for block in blocks {
             if !block.is_null() {
+                self.history.note(Effect::Released, block);
                 self.row_references[block.index()] -= 1;
                 self.requeue_if_unused(block, &mut last_plain);
             }
@@ -480,6 +510,7 @@ impl BlockPool {
             self.on_evicted(block);
             self.drop_keys(block);
         }
+        self.history.note(Effect::Taken, block);
         self.lost_at[block.index()] = self.relative_epoch();
         if let Some(residency) = &mut self.residency {
             residency.on_allocated(block);
@@ -493,6 +524,7 @@ impl BlockPool {
         if !self.prefix.is_cached(block) {
             self.num_blocks_stored += 1;
         }
+        self.history.note(Effect::Keyed, block);
         self.prefix.insert(block, key);
     }
 
@@ -503,6 +535,7 @@ impl BlockPool {
             return;
         }
         self.num_blocks_removed += 1;
+        self.history.note(Effect::Unkeyed, block);
         let (events, every) = (&mut self.events, self.config.semantics.removal_event);
         self.prefix.remove_all(block, |key, was_last_copy| {
             if was_last_copy || every == RemovalEvent::EveryCopy {
@@ -525,6 +558,26 @@ impl BlockPool {
         }
     }
 
+    /// Checks what must hold of one block by itself.
+    ///
+    /// # Panics
+    /// If something does not.
+    pub(crate) fn audit(&self, block: BlockId) {
+        let is_free = self.ref_cnt(block) == 0 && block.0 > self.num_withdrawn;
+        assert_eq!(self.queue.contains(block), is_free, "I2: block {block} in the free queue");
+        let (leased, handed_out) = (self.leased[block.index()], self.handed_out[block.index()]);
+        assert!(leased <= handed_out, "I20: block {block}: {leased} of {handed_out}");
+        let keys = self.prefix.primary(block).into_iter().chain(self.prefix.aliases(block));
+        for key in keys {
+            assert!(self.config.enable_caching, "I8: block {block} has a key");
+            let covered = key.covered_tokens;
+            assert!(
+                covered > 0 && covered.is_multiple_of(self.config.hash_block_size),
+                "I9: block {block} covers {covered} tokens"
+            );
+        }
+    }
+
     /// Checks every invariant of the pool; `row_references` is what the rows say.
     ///
     /// # Panics
@@ -533,24 +586,9 @@ impl BlockPool {
         self.queue.validate();
         self.prefix.validate();
         let mut held = 0;
-        for index in 1..self.config.num_blocks {
-            let block = BlockId(index);
-            let in_use = self.ref_cnt(block) > 0;
-            held += usize::from(in_use);
-            let is_free = !in_use && index > self.num_withdrawn;
-            assert_eq!(self.queue.contains(block), is_free, "I2: block {block}");
-            let (leased, handed_out) = (self.leased[block.index()], self.handed_out[block.index()]);
-            assert!(leased <= handed_out, "I20: block {block}: {leased} of {handed_out}");
-            let keys = self.prefix.primary(block).into_iter().chain(self.prefix.aliases(block));
-            for key in keys {
-                assert!(self.config.enable_caching, "I8: block {block} has a key");
-                assert!(
-                    key.covered_tokens > 0
-                        && key.covered_tokens.is_multiple_of(self.config.hash_block_size),
-                    "I9: block {block} covers {} tokens",
-                    key.covered_tokens
-                );
-            }
+        for block in (1..self.config.num_blocks).map(BlockId) {
+            held += usize::from(self.ref_cnt(block) > 0);
+            self.audit(block);
         }
         assert_eq!(self.ref_cnt(NULL_BLOCK), 0, "I7: the null block has references");
         assert_eq!(

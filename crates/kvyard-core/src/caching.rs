@@ -10,6 +10,7 @@ use crate::block_pool::BlockPool;
 use crate::error::{KVCacheError, Result};
 use crate::event_log::EventReserve;
 use crate::id::{BlockId, GroupId, length};
+use crate::op::{BlockChoice, Op};
 use crate::prefix_map::{MAX_GROUP, PrefixKey};
 use crate::request_view::{BlockContent, RequestCall};
 use crate::semantics::SparseStoreEvent;
@@ -163,6 +164,14 @@ impl BlockPool {
         call.check_distinct()?;
         let blocks = call.stop - call.start;
         self.reserve(0, blocks, self.events_of_stores(call.request, blocks, call.block_size))?;
+        let op = Op::CacheFull {
+            request: 0,
+            start: length(call.start),
+            blocks: Vec::new(),
+            mask: None,
+            group: call.group.0,
+        };
+        self.history.begin(op, call.request.request_id);
         self.begin_change();
         self.apply_cache_full_blocks(call);
         Ok(())
@@ -329,6 +338,13 @@ impl BlockPool {
         let tokens = (num_tokens - start) as usize;
         let extra_keys = request.content.map_or(0, |content| content.keys.most_block_keys(1));
         self.events.reserve(EventReserve { records: keys, hashes: keys, tokens, extra_keys })?;
+        let op = Op::CachePartial {
+            request: 0,
+            block: BlockChoice::Any(0),
+            boundary: num_tokens,
+            group: group.0,
+        };
+        self.history.begin(op, request.request_id);
         self.begin_change();
         if is_promoted {
             self.mark_lost(block, self.relative_epoch());

@@ -115,6 +115,18 @@ impl FreeKVCacheBlockQueue {
         }
     }
 
+    /// Checks I1 where one block is concerned: its neighbours know it.
+    ///
+    /// # Panics
+    /// If they do not.
+    pub(crate) fn audit(&self, block: BlockId) {
+        if self.contains(block) {
+            let (previous, next) = (self.previous[block.index()], self.next[block.index()]);
+            assert_eq!(self.next[previous as usize], block.0, "I1: the block before block {block}");
+            assert_eq!(self.previous[next as usize], block.0, "I1: the block behind block {block}");
+        }
+    }
+
     /// Checks I1.
     ///
     /// # Panics

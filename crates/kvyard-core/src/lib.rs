@@ -21,6 +21,8 @@ pub mod semantics;
 
 pub mod op;
 
+pub mod history;
+
 pub mod block_hash;
 
 pub mod hashing;

@@ -87,6 +87,8 @@ impl AllocateOp {
     pub const NOTHING_SCHEDULED: u8 = 4;
     /// Bit of `flags`: plan, reserve and apply are separate calls.
     pub const SPLIT: u8 = 8;
+    /// Bit of `flags`, in a history: the blocks did not fit.
+    pub const REFUSED: u8 = 16;
 
     /// Whether a bit of `flags` is set.
     pub fn has(&self, flag: u8) -> bool {
@@ -279,6 +281,15 @@ pub enum Op {
         #[cfg_attr(feature = "testing", arbitrary(with = small))]
         request: u32,
     },
+    /// `free` with `num_written_tokens`; the request is done.
+    FreeWritten {
+        /// Which request.
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        request: u32,
+        /// How many tokens were written.
+        #[cfg_attr(feature = "testing", arbitrary(with = small))]
+        num_tokens: u32,
+    },
     /// `remove_skipped_blocks`.
     RemoveSkipped {
         /// Which request.
@@ -296,6 +307,79 @@ pub enum Op {
         #[cfg_attr(feature = "testing", arbitrary(with = small))]
         request: u32,
     },
+}
+
+/// As a call, for people; what a history does not keep is left out.
+impl std::fmt::Display for Op {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::NewRequest { .. } => f.write_str("Request()"),
+            Self::Append { count, .. } => write!(f, "append_output_token_ids({count} tokens)"),
+            Self::SetComputed { num_tokens, .. } => write!(f, "num_computed_tokens = {num_tokens}"),
+            Self::Preempt { .. } => f.write_str("preempt()"),
+            Self::Lookup { .. } => f.write_str("get_computed_blocks()"),
+            Self::Allocate(op) => op.fmt(f),
+            Self::CacheBlocks { num_tokens, .. } => {
+                write!(f, "cache_blocks(num_computed_tokens={num_tokens})")
+            }
+            Self::Free { .. } => f.write_str("free()"),
+            Self::FreeWritten { num_tokens, .. } => {
+                write!(f, "free(num_written_tokens={num_tokens})")
+            }
+            Self::Pop { .. } => f.write_str("pop_blocks_for_free()"),
+            Self::FreeLease { through_manager: true, .. } => f.write_str("free_popped()"),
+            Self::FreeLease { through_manager: false, .. } => f.write_str("free_blocks(lease)"),
+            Self::DissolveLease { .. } => f.write_str("dissolve(lease)"),
+            Self::LeaseCounted { .. } => f.write_str("lease_counted()"),
+            Self::FreeCounted { .. } => f.write_str("free_blocks(list)"),
+            Self::GetNewBlocks { count } => write!(f, "get_new_blocks({count})"),
+            Self::Touch { .. } => f.write_str("touch()"),
+            Self::CacheFull { start, group, .. } => {
+                write!(f, "cache_full_blocks(num_cached_blocks={start}, kv_cache_group_id={group})")
+            }
+            Self::CachePartial { boundary, group, .. } => {
+                write!(f, "cache_partial_block(num_tokens={boundary}, kv_cache_group_id={group})")
+            }
+            Self::Evict { .. } => f.write_str("evict_blocks()"),
+            Self::Reset => f.write_str("reset_prefix_cache()"),
+            Self::TakeEvents => f.write_str("take_events()"),
+            Self::TakeNewBlockIds => f.write_str("take_new_block_ids()"),
+            Self::Read { .. } => f.write_str("get_blocks()"),
+            Self::RemoveSkipped { num_tokens, .. } => {
+                write!(f, "remove_skipped_blocks(total_computed_tokens={num_tokens})")
+            }
+            Self::Misuse { kind, .. } => write!(f, "misuse: {kind:?}"),
+        }
+    }
+}
+
+impl std::fmt::Display for AllocateOp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "allocate_slots({} new tokens", self.num_new_tokens)?;
+        if self.hit != HitUse::Nothing {
+            f.write_str(", with a hit")?;
+        }
+        for (name, value) in [
+            ("num_lookahead_tokens", self.num_lookahead_tokens),
+            ("num_external_computed_tokens", self.num_external_computed_tokens),
+            ("num_in_flight_tokens", self.num_in_flight_tokens),
+            ("reserved_blocks", self.reserved_blocks),
+        ] {
+            if value > 0 {
+                write!(f, ", {name}={value}")?;
+            }
+        }
+        for (bit, text) in [
+            (Self::DELAY_CACHE_BLOCKS, ", delay_cache_blocks"),
+            (Self::FULL_SEQUENCE_MUST_FIT, ", full_sequence_must_fit"),
+            (Self::NOTHING_SCHEDULED, ", nothing else scheduled"),
+        ] {
+            if self.has(bit) {
+                f.write_str(text)?;
+            }
+        }
+        f.write_str(if self.has(Self::REFUSED) { "): refused, too few blocks" } else { ")" })
+    }
 }
 
 /// An operand of a schedule: few different numbers, so that operations meet.

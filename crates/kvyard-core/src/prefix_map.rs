@@ -377,6 +377,35 @@ impl PrefixMap {
         was_last_copy
     }
 
+    /// Breaks I6, for tests of who finds it: the table forgets the block's key.
+    #[cfg(test)]
+    pub(crate) fn corrupt(&mut self, block: BlockId) {
+        let hash = table_hash(&self.hash[block.index()], self.group_tag[block.index()]);
+        if let Ok(entry) = self.first_copy.find_entry(hash, |entry| *entry == block.0) {
+            entry.remove();
+        }
+    }
+
+    /// Checks I5 to I7 where one block is concerned: a lookup of each of its keys finds it. Returns how
+    /// many entries that touched.
+    ///
+    /// # Panics
+    /// If one does not hold.
+    pub(crate) fn audit(&self, block: BlockId) -> usize {
+        assert!(!self.is_cached(NULL_BLOCK), "I7: the null block has a key");
+        let mut touched = 1;
+        for key in self.primary(block).into_iter().chain(self.aliases(block)) {
+            let before =
+                self.copies(&key.hash, key.group).take_while(|copy| *copy != block).count();
+            touched += before + 1;
+            assert!(
+                self.contains(&key.hash, key.group, block),
+                "I6: a key of block {block} is lost"
+            );
+        }
+        touched
+    }
+
     /// Checks I5, I6 and I7.
     ///
     /// # Panics

@@ -14,6 +14,7 @@ pyo3::import_exception!(kvyard.errors, NotOwnedError);
 pyo3::import_exception!(kvyard.errors, AlreadyTrackedError);
 pyo3::import_exception!(kvyard.errors, HashConflictError);
 pyo3::import_exception!(kvyard.errors, PoisonedError);
+pyo3::import_exception!(kvyard.errors, InvariantError);
 
 /// The Python exception of a core error.
 pub(crate) fn to_python(error: &KVCacheError) -> PyErr {

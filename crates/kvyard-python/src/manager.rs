@@ -13,11 +13,11 @@ use pyo3::types::{PyString, PyTuple};
 use crate::blocks::{BlockObjects, KVCacheBlocks, id_lists};
 use crate::config::{config_count, groups, positive, positive_number};
 use crate::convert::count;
-use crate::error::OrPython;
+use crate::error::{OrPython, PoisonedError};
 use crate::events::{take_events, use_int_block_hashes};
 use crate::lease::{BlockLease, LostLease};
 use crate::metrics::KVCacheMetricsCollector;
-use crate::pool::{BlockPool, evicted_ids, state_digest, validate};
+use crate::pool::{BlockPool, evicted_ids, invariant_error, state_digest, validate};
 use crate::request::RequestArgument;
 use crate::semantics::Semantics;
 use crate::shared::{Core, Shared};
@@ -516,6 +516,23 @@ impl KVCacheManager {
     /// Checks every invariant; AssertionError names the one that does not hold.
     fn validate(&self, py: Python<'_>) -> PyResult<()> {
         validate(py, &self.shared)
+    }
+
+    /// Checks a slice of the invariants, going on where the last call stopped.
+    #[pyo3(signature = (budget = 1000))]
+    fn audit(&self, py: Python<'_>, budget: i64) -> PyResult<u64> {
+        let budget = count("budget", budget)? as usize;
+        self.shared
+            .run(py, |core| core.manager().audit(budget))
+            .map_err(|violation| invariant_error(py, &self.shared, &violation))?
+            .or_python()
+    }
+
+    /// Who holds what and the last operations, as JSON. Works on a poisoned manager too.
+    fn report(&self) -> PyResult<String> {
+        self.shared
+            .report("")
+            .ok_or_else(|| PoisonedError::new_err("the state is too broken to report on"))
     }
 
     /// A fingerprint of the whole state.

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use kvyard_core::caching::{BlockMask, CacheFullBlocks};
 use kvyard_core::{BlockHash, BlockId, BlockPoolConfig, GroupId, NULL_BLOCK};
-use pyo3::exceptions::{PyAssertionError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use crate::blocks::{BlockObjects, KVCacheBlock, index_blocks, slice_bounds};
 use crate::convert::{block_hash, count};
-use crate::error::{OrPython, invalid_argument, to_python};
+use crate::error::{InvariantError, OrPython, invalid_argument, to_python};
 use crate::lease::{BlockLease, BlockLeaseIterator};
 use crate::metrics::KVCacheMetricsCollector;
 use crate::request::RequestArgument;
@@ -322,7 +322,16 @@ pub(crate) fn validate(py: Python<'_>, shared: &Shared) -> PyResult<()> {
         Core::Pool(pool) => pool.validate(),
         Core::Manager(manager) => manager.validate(),
     };
-    shared.run(py, check).map_err(PyAssertionError::new_err)
+    shared.run(py, check).map_err(|violation| invariant_error(py, shared, &violation))
+}
+
+/// The error for a broken invariant, with the report on it.
+pub(crate) fn invariant_error(py: Python<'_>, shared: &Shared, violation: &str) -> PyErr {
+    let error = InvariantError::new_err(violation.to_owned());
+    match error.value(py).setattr("report", shared.report(violation)) {
+        Ok(()) => error,
+        Err(other) => other,
+    }
 }
 
 pub(crate) fn state_digest(py: Python<'_>, shared: &Shared) -> PyResult<String> {

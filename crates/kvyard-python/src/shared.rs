@@ -143,13 +143,28 @@ impl Shared {
         }));
         match outcome {
             Ok(Some(result)) => Ok(result),
-            Ok(None) => Err("an earlier call broke an invariant; this manager is unusable".into()),
+            Ok(None) => Err(String::from(
+                "an earlier call broke an invariant; this manager is unusable, its report() tells the \
+                 last operations",
+            )),
             Err(panic) => {
                 let text = panic
                     .downcast_ref::<String>()
                     .map(String::as_str)
                     .or_else(|| panic.downcast_ref::<&str>().copied());
                 Err(text.unwrap_or("the core panicked").to_owned())
+            }
+        }
+    }
+
+    /// The report on a broken invariant; also of a core that is poisoned. None for a pool by itself.
+    pub(crate) fn report(&self, violation: &str) -> Option<String> {
+        let core = lock(&self.core);
+        match &*core {
+            Core::Pool(_) => None,
+            // The state is not to be trusted: a report that fails is none.
+            Core::Manager(manager) => {
+                catch_unwind(AssertUnwindSafe(|| manager.report(violation))).ok()
             }
         }
     }
@@ -189,6 +204,30 @@ impl Shared {
 mod tests {
     use super::*;
     use kvyard_core::BlockPoolConfig;
+
+    /// Whoever finds the manager poisoned still gets the report, with what came before the end.
+    #[test]
+    fn a_poisoned_manager_still_reports() {
+        let config = kvyard_core::KVCacheManagerConfig::new(6, 4, 64);
+        let mut manager = KVCacheManager::new(config, None).unwrap();
+        let lease = manager.pool_mut().get_new_blocks(2).unwrap();
+        let shared = Shared::new(Core::Manager(Box::new(manager)), false);
+        Python::initialize();
+        Python::attach(|py| {
+            let freed = shared.run(py, |core| core.pool_mut().free(lease));
+            assert!(freed.is_ok_and(|freed| freed.is_ok()));
+            let broken = shared.run(py, |core| {
+                core.manager().break_invariant(kvyard_core::BlockId(2));
+                core.manager().audit(1000)
+            });
+            let violation = broken.unwrap_err();
+            assert!(violation.contains("I2: block 2"), "{violation}");
+            assert!(shared.run(py, |core| core.pool().num_blocks()).is_err());
+            let report = shared.report(&violation).unwrap();
+            assert!(report.contains("I2: block 2 in the free queue"), "{report}");
+            assert!(report.contains("\"op\":\"get_new_blocks(2)\""), "{report}");
+        });
+    }
 
     #[test]
     fn a_panic_poisons_for_good() {

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import kvyard
-from kvyard.cli import generate, golden, plan, replay
+from kvyard.cli import explain, generate, golden, plan, replay
 from kvyard.cli.errors import CommandError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvyard {kvyard.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, replay, golden, plan):
+    for command in (generate, replay, golden, plan, explain):
         command.add_parser(commands)
     return parser
 

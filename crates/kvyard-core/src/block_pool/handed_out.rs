@@ -7,8 +7,10 @@
 use super::BlockPool;
 use crate::blocks::{BlockLease, GroupEnds};
 use crate::error::{KVCacheError, Result};
+use crate::history::Effect;
 use crate::id::{BlockId, NULL_BLOCK, length};
 use crate::memory::Grow;
+use crate::op::Op;
 
 impl BlockPool {
     /// Takes `count` blocks from the head of the queue; cached ones are evicted.
@@ -20,6 +22,7 @@ impl BlockPool {
         let mut ids = Vec::new();
         ids.make_room(count)?;
         self.reserve(count, 0, self.events_of_evictions(count))?;
+        self.history.begin(Op::GetNewBlocks { count: length(count) }, "");
         self.begin_change();
         for _ in 0..count {
             let block = self.take_head();
@@ -48,9 +51,11 @@ impl BlockPool {
         }
         let mut ids = Vec::new();
         ids.make_room(blocks.len())?;
+        self.history.begin(Op::Touch { blocks: Vec::new() }, "");
         self.note_change();
         for block in blocks {
             self.on_accessed(*block);
+            self.history.note(Effect::Referenced, *block);
             if !block.is_null() {
                 if self.ref_cnt(*block) == 0 {
                     self.queue.remove(*block);
@@ -70,6 +75,7 @@ impl BlockPool {
     /// `ForeignBlock` for a lease of another pool, which comes back with the error.
     pub fn free(&mut self, lease: BlockLease) -> Result<(), (KVCacheError, BlockLease)> {
         let lease = self.end_lease(lease)?;
+        self.begin_free_lease(&lease, false);
         self.release_counted(lease.ids.into_iter());
         Ok(())
     }
@@ -80,6 +86,7 @@ impl BlockPool {
     /// As `free`.
     pub fn free_reversed(&mut self, lease: BlockLease) -> Result<(), (KVCacheError, BlockLease)> {
         let lease = self.end_lease(lease)?;
+        self.begin_free_lease(&lease, false);
         self.release_counted(lease.ids.into_iter().rev());
         Ok(())
     }
@@ -93,7 +100,9 @@ impl BlockPool {
         &mut self,
         lease: BlockLease,
     ) -> Result<Vec<BlockId>, (KVCacheError, BlockLease)> {
-        self.end_lease(lease).map(|lease| lease.ids)
+        let lease = self.end_lease(lease)?;
+        self.history.begin(Op::DissolveLease { lease: 0 }, lease.request().unwrap_or(""));
+        Ok(lease.ids)
     }
 
     /// Gives counted references back by id, one for each time a block is listed; the order is the
@@ -105,6 +114,7 @@ impl BlockPool {
     /// it was never allocated. Nothing is freed then.
     pub fn free_counted(&mut self, blocks: &[BlockId]) -> Result<()> {
         self.check_counted(blocks)?;
+        self.history.begin(Op::FreeCounted { blocks: Vec::new() }, "");
         self.release_counted(blocks.iter().copied());
         Ok(())
     }
@@ -120,10 +130,19 @@ impl BlockPool {
         request: Option<String>,
     ) -> Result<BlockLease> {
         self.check_counted(&ids)?;
+        self.history
+            .begin(Op::LeaseCounted { blocks: Vec::new() }, request.as_deref().unwrap_or(""));
         for block in ids.iter().filter(|block| !block.is_null()) {
+            self.history.note(Effect::Leased, *block);
             self.leased[block.index()] += 1;
         }
         Ok(BlockLease { ids, ends, pool: self.id, epoch: self.epoch, request })
+    }
+
+    /// A lease is given back.
+    pub(crate) fn begin_free_lease(&mut self, lease: &BlockLease, through_manager: bool) {
+        let op = Op::FreeLease { lease: 0, through_manager };
+        self.history.begin(op, lease.request().unwrap_or(""));
     }
 
     /// The references of a lease become counted ones, for the caller to release.
@@ -177,6 +196,7 @@ impl BlockPool {
         self.note_change();
         let mut last_plain = NULL_BLOCK;
         for block in blocks.filter(|block| !block.is_null()) {
+            self.history.note(Effect::Released, block);
             self.handed_out[block.index()] -= 1;
             self.requeue_if_unused(block, &mut last_plain);
         }
@@ -224,6 +244,7 @@ impl BlockPool {
         request: Option<String>,
     ) -> BlockLease {
         for block in ids.iter().filter(|block| !block.is_null()) {
+            self.history.note(Effect::Leased, *block);
             self.row_references[block.index()] -= 1;
             self.handed_out[block.index()] += 1;
             self.leased[block.index()] += 1;

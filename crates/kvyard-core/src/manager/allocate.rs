@@ -12,6 +12,7 @@ use crate::error::{KVCacheError, Result};
 use crate::event_log::EventReserve;
 use crate::id::{BlockId, GroupId, NULL_BLOCK, RequestRow, length};
 use crate::memory::Grow;
+use crate::op::{AllocateOp, HitUse, Op};
 use crate::request_view::{RequestCall, RequestStatus};
 use crate::semantics::StatsOn;
 use crate::single_type::{
@@ -64,6 +65,26 @@ impl<'a> AllocateSlots<'a> {
             reserved_blocks: 0,
             has_scheduled_reqs: true,
         }
+    }
+
+    /// What the history keeps of it.
+    fn as_op(&self, row: RequestRow, admitted: bool) -> Op {
+        let flag = |is_set: bool, bit: u8| if is_set { bit } else { 0 };
+        let has_hits = self.new_computed_blocks.is_some_and(|blocks| !blocks.is_empty());
+        Op::Allocate(AllocateOp {
+            request: row.0,
+            num_new_tokens: self.num_new_tokens,
+            num_draft_tokens: 0,
+            hit: if has_hits { HitUse::Fresh } else { HitUse::Nothing },
+            num_lookahead_tokens: self.num_lookahead_tokens,
+            num_external_computed_tokens: self.num_external_computed_tokens,
+            num_in_flight_tokens: self.request.view.num_in_flight_tokens,
+            reserved_blocks: self.reserved_blocks,
+            flags: flag(self.delay_cache_blocks, AllocateOp::DELAY_CACHE_BLOCKS)
+                | flag(self.full_sequence_must_fit, AllocateOp::FULL_SEQUENCE_MUST_FIT)
+                | flag(!self.has_scheduled_reqs, AllocateOp::NOTHING_SCHEDULED)
+                | flag(!admitted, AllocateOp::REFUSED),
+        })
     }
 
     fn hits(&self, group: usize) -> &'a [BlockId] {
@@ -259,6 +280,8 @@ impl KVCacheManager {
     pub fn apply_allocate_slots(&mut self, plan: AllocatePlan<'_>) -> Option<KVCacheBlocks> {
         assert!(self.is_current(&plan), "a plan is applied to the state it was made for");
         let AllocatePlan { call, row, admitted, attaches_hits, groups, fresh, .. } = plan;
+        let number = row.unwrap_or_else(|| self.requests.next_row());
+        self.pool.history.begin(call.as_op(number, admitted), call.request.request_id);
         if let Some(row) = row {
             for (index, group) in groups.iter().enumerate() {
                 self.release_ranges(row, GroupId::from_index(index), group.released.clone());

@@ -13,6 +13,8 @@
 
 mod allocate;
 mod arguments;
+mod audit;
+mod report;
 mod requests;
 mod validate;
 
@@ -32,6 +34,7 @@ use crate::error::{KVCacheError, Result};
 use crate::event_log::EventReserve;
 use crate::id::{BlockId, GroupId, RequestRow, length};
 use crate::memory::Grow;
+use crate::op::Op;
 use crate::request_view::RequestCall;
 use crate::semantics::{DeferredFreeOrder, StatsOn};
 use crate::single_type::{GroupState, SingleTypeKVCacheManager};
@@ -51,6 +54,7 @@ pub struct KVCacheManager {
     managers: Vec<SingleTypeKVCacheManager>,
     prefix_cache_stats: PrefixCacheStats,
     num_uncached_common_prefix_tokens: u32,
+    audit: audit::Audit,
 }
 
 impl KVCacheManager {
@@ -100,6 +104,7 @@ impl KVCacheManager {
             managers,
             prefix_cache_stats: PrefixCacheStats::default(),
             num_uncached_common_prefix_tokens: 0,
+            audit: audit::Audit::default(),
         })
     }
 
@@ -230,6 +235,7 @@ impl KVCacheManager {
     /// order. An unknown request is none.
     pub fn free(&mut self, request_id: &str, hint: Option<RequestRow>) {
         if let Some(row) = self.requests.find(request_id, hint) {
+            self.pool.history.begin(Op::Free { request: row.0 }, request_id);
             self.release_row(row);
         }
     }
@@ -252,7 +258,8 @@ impl KVCacheManager {
             let written = (num_written_tokens / manager.block_size()) as usize;
             self.tables.row(row, manager.group()).get(written..).unwrap_or(&[])
         });
-        self.pool.forget_keys(unwritten)?;
+        let op = Op::FreeWritten { request: row.0, num_tokens: num_written_tokens };
+        self.pool.forget_keys(op, request_id, unwritten)?;
         self.release_row(row);
         Ok(())
     }
@@ -292,6 +299,7 @@ impl KVCacheManager {
             ends.push(length(ids.len()));
         }
         if let Some(row) = row {
+            self.pool.history.begin(Op::Pop { request: row.0 }, request_id);
             self.forget(row);
         }
         Ok(self.pool.hand_out(ids, ends, Some(name)))
@@ -304,6 +312,7 @@ impl KVCacheManager {
     /// As `BlockPool::free`; the lease comes back with the error.
     pub fn free_popped(&mut self, lease: BlockLease) -> Result<(), (KVCacheError, BlockLease)> {
         let lease = self.pool.end_lease(lease)?;
+        self.pool.begin_free_lease(&lease, true);
         match self.config.semantics.deferred_free_order {
             DeferredFreeOrder::AcrossGroups => {
                 self.pool.release_counted(lease.ids.iter().rev().copied());
@@ -375,6 +384,8 @@ impl KVCacheManager {
             return Ok(());
         };
         self.tables.reserve_edits(0, self.requests.len())?;
+        let op = Op::RemoveSkipped { request: row.0, num_tokens: total_computed_tokens };
+        self.pool.history.begin(op, request_id);
         for index in 0..self.managers.len() {
             let manager = &self.managers[index];
             let state = self.group_state(manager, Some(row));
@@ -459,6 +470,8 @@ impl KVCacheManager {
             return Ok(());
         }
         self.pool.reserve(0, new_keys, events)?;
+        let op = Op::CacheBlocks { request: row.0, num_tokens: num_computed_tokens };
+        self.pool.history.begin(op, request.request_id);
         self.pool.begin_change();
         for (manager, (start, stop)) in self.managers.iter_mut().zip(&spans) {
             if start < stop {

@@ -27,6 +27,11 @@ impl TrackedRequests {
         self.rows.len()
     }
 
+    /// Rows ever used; some may be vacant.
+    pub(crate) fn num_rows(&self) -> usize {
+        self.names.len()
+    }
+
     /// The row of a request. `hint` is where the caller saw it last; it may be wrong.
     #[inline]
     pub(crate) fn find(&self, name: &str, hint: Option<RequestRow>) -> Option<RequestRow> {
@@ -98,6 +103,12 @@ impl TrackedRequests {
         (0..self.names.len())
             .map(RequestRow::from_index)
             .filter_map(|row| Some((row, self.name(row)?)))
+    }
+
+    /// Breaks I18, for tests of who finds it.
+    #[cfg(test)]
+    pub(crate) fn rename(&mut self, row: RequestRow, name: &str) {
+        name.clone_into(&mut self.names[row.index()]);
     }
 
     /// Checks that names and rows agree (invariant I18).

@@ -7,6 +7,7 @@ use super::KVCacheManager;
 use crate::block_pool::BlockPool;
 use crate::event_log::KVCacheEvent;
 use crate::id::BlockId;
+use crate::single_type::SingleTypeKVCacheManager;
 
 impl KVCacheManager {
     /// Checks all invariants, in O(blocks).
@@ -22,20 +23,9 @@ impl KVCacheManager {
                 let blocks = self.tables.row(row, manager.group());
                 let cached = manager.num_cached_block(row).unwrap_or(0) as usize;
                 assert!(cached <= blocks.len(), "I10: request {name:?}: {cached} offered");
-                for (position, block) in blocks.iter().enumerate() {
-                    if block.is_null() {
-                        continue;
-                    }
+                for (position, block) in blocks.iter().enumerate().filter(|(_, id)| !id.is_null()) {
                     occurrences[block.index()] += 1;
-                    if let Some(key) = self.pool.block_key(*block) {
-                        assert_eq!(key.group, manager.group(), "I19: the key of block {block}");
-                        let full = (position + 1) * manager.block_size() as usize;
-                        assert!(
-                            key.covered_tokens as usize <= full,
-                            "I9: block {block} at {position} covers {}",
-                            key.covered_tokens
-                        );
-                    }
+                    self.validate_key(manager, position, *block);
                 }
                 let mut sorted = blocks.to_vec();
                 sorted.retain(|block| !block.is_null());
@@ -48,6 +38,21 @@ impl KVCacheManager {
             let block = BlockId::from_index(block);
             let found = self.pool.row_references[block.index()];
             assert_eq!(found, *expected, "I4: row references of block {block}");
+        }
+    }
+
+    /// What the key of a block says of its place in a row.
+    pub(super) fn validate_key(
+        &self,
+        manager: &SingleTypeKVCacheManager,
+        position: usize,
+        block: BlockId,
+    ) {
+        if let Some(key) = self.pool.block_key(block) {
+            assert_eq!(key.group, manager.group(), "I19: the key of block {block}");
+            let full = (position + 1) * manager.block_size() as usize;
+            let covered = key.covered_tokens as usize;
+            assert!(covered <= full, "I9: block {block} at {position} covers {covered} tokens");
         }
     }
 

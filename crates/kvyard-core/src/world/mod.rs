@@ -61,6 +61,9 @@ const POOL_BLOCK: u32 = 3;
 /// Requests at a time.
 const MAX_ACTORS: usize = 10;
 
+/// Slice of the audit after each operation: passes begin and end anywhere in a schedule.
+const AUDIT_BUDGET: usize = 37;
+
 /// Blocks in an operation that names blocks.
 const MAX_CHOICES: usize = 6;
 
@@ -70,7 +73,9 @@ impl World {
     /// # Panics
     /// If the configuration is refused.
     pub fn new(config: &WorldConfig) -> Self {
-        let manager = KVCacheManager::new(config.manager.clone(), None).expect("a valid preset");
+        let mut manager =
+            KVCacheManager::new(config.manager.clone(), None).expect("a valid preset");
+        manager.audit(0).expect("memory");
         let algorithm = HashAlgorithm::XxHashCbor;
         let root = algorithm.hash_text("0");
         let hash_block_size = config.manager.hash_block_size;
@@ -154,6 +159,8 @@ impl World {
     /// If something does not.
     pub fn check(&mut self) {
         self.manager.validate();
+        let audited = self.manager.audit(AUDIT_BUDGET);
+        assert!(audited.is_ok(), "{audited:?}");
         self.audit.check(&mut self.manager, &self.actors);
     }
 
@@ -192,6 +199,7 @@ impl World {
         | Op::Allocate(AllocateOp { request, .. })
         | Op::CacheBlocks { request, .. }
         | Op::Free { request }
+        | Op::FreeWritten { request, .. }
         | Op::Pop { request }
         | Op::Read { request }
         | Op::RemoveSkipped { request, .. }) = op
@@ -228,6 +236,14 @@ impl World {
                 self.manager.free(&id, None);
                 self.actors.swap_remove(at);
                 Outcome::Done
+            }
+            Op::FreeWritten { num_tokens, .. } => {
+                let written = (*num_tokens).min(request.num_computed_tokens);
+                let freed = self.manager.free_written(&id, None, written);
+                freed.map_or_else(Outcome::Error, |()| {
+                    self.actors.swap_remove(at);
+                    Outcome::Done
+                })
             }
             Op::Pop { .. } => {
                 let lease = self.manager.pop_blocks_for_free(&id, None);

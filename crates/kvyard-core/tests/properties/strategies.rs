@@ -70,6 +70,8 @@ fn on_request() -> impl Strategy<Value = Op> {
         2 => (request(), 0..48u32)
             .prop_map(|(request, num_tokens)| Op::CacheBlocks { request, num_tokens }),
         3 => request().prop_map(|request| Op::Free { request }),
+        1 => (request(), 0..48u32)
+            .prop_map(|(request, num_tokens)| Op::FreeWritten { request, num_tokens }),
         2 => request().prop_map(|request| Op::Pop { request }),
         1 => request().prop_map(|request| Op::Read { request }),
         1 => (request(), 0..48u32)
