@@ -318,12 +318,13 @@ impl BlockPool {
             self.check_block("block_ids", *block)?;
         }
         self.reserve(blocks.len(), 0, self.events_of_evictions(blocks.len()))?;
-        self.history.begin(Op::Evict { blocks: Vec::new() }, "");
+        self.history.begin(Op::Evict { blocks: Vec::new() });
         self.begin_change();
         for block in blocks.iter().filter(|block| !block.is_null()) {
             self.on_evicted(*block);
             if self.prefix.is_cached(*block) {
                 self.mark_lost(*block, self.relative_epoch());
+                self.history.note(Effect::Unkeyed, *block);
                 self.drop_keys(*block);
             }
         }
@@ -334,15 +335,15 @@ impl BlockPool {
     pub(crate) fn forget_keys<'a>(
         &mut self,
         op: Op,
-        request_id: &str,
         blocks: impl Iterator<Item = &'a BlockId> + Clone,
     ) -> Result<()> {
         self.reserve(0, 0, self.events_of_evictions(blocks.clone().count()))?;
-        self.history.begin(op, request_id);
+        self.history.begin(op);
         self.begin_change();
         for block in blocks {
             if self.prefix.is_cached(*block) {
-                self.lost_at[block.index()] = self.relative_epoch();
+                self.mark_lost(*block, self.relative_epoch());
+                self.history.note(Effect::Unkeyed, *block);
                 self.drop_keys(*block);
             }
         }
@@ -358,7 +359,7 @@ impl BlockPool {
             return Ok(false);
         }
         self.events.reserve(EventReserve { records: 1, ..EventReserve::default() })?;
-        self.history.begin(Op::Reset, "");
+        self.history.begin(Op::Reset);
         self.begin_change();
         let now = self.relative_epoch();
         for block in 1..self.config.num_blocks {
@@ -445,11 +446,13 @@ impl BlockPool {
     /// Takes blocks from the head of the queue for a row, appending them to `taken`.
     #[inline]
     pub(crate) fn take_for_row(&mut self, count: u32, taken: &mut Vec<BlockId>) {
+        let start = taken.len();
         for _ in 0..count {
             let block = self.take_head();
             self.row_references[block.index()] = 1;
             taken.push(block);
         }
+        self.history.note_all(Effect::Taken, taken[start..].iter().copied());
     }
 
     /// Notes for the audit that a row holds the block. Off until the first audit.
@@ -481,7 +484,6 @@ impl BlockPool {
         let mut last_plain = NULL_BLOCK;
         for block in blocks {
             if !block.is_null() {
-                self.history.note(Effect::Released, block);
                 self.row_references[block.index()] -= 1;
                 self.requeue_if_unused(block, &mut last_plain);
             }
@@ -510,7 +512,6 @@ impl BlockPool {
             self.on_evicted(block);
             self.drop_keys(block);
         }
-        self.history.note(Effect::Taken, block);
         self.lost_at[block.index()] = self.relative_epoch();
         if let Some(residency) = &mut self.residency {
             residency.on_allocated(block);
@@ -524,7 +525,6 @@ impl BlockPool {
         if !self.prefix.is_cached(block) {
             self.num_blocks_stored += 1;
         }
-        self.history.note(Effect::Keyed, block);
         self.prefix.insert(block, key);
     }
 
@@ -535,7 +535,6 @@ impl BlockPool {
             return;
         }
         self.num_blocks_removed += 1;
-        self.history.note(Effect::Unkeyed, block);
         let (events, every) = (&mut self.events, self.config.semantics.removal_event);
         self.prefix.remove_all(block, |key, was_last_copy| {
             if was_last_copy || every == RemovalEvent::EveryCopy {

@@ -7,8 +7,9 @@ use std::ops::Range;
 
 use crate::block_hash::BlockHash;
 use crate::block_pool::BlockPool;
-use crate::error::{KVCacheError, Result};
+use crate::error::{CHECKED, KVCacheError, Result};
 use crate::event_log::EventReserve;
+use crate::history::Effect;
 use crate::id::{BlockId, GroupId, length};
 use crate::op::{BlockChoice, Op};
 use crate::prefix_map::{MAX_GROUP, PrefixKey};
@@ -171,7 +172,7 @@ impl BlockPool {
             mask: None,
             group: call.group.0,
         };
-        self.history.begin(op, call.request.request_id);
+        self.history.begin_of(op, call.request.request_id);
         self.begin_change();
         self.apply_cache_full_blocks(call);
         Ok(())
@@ -183,6 +184,9 @@ impl BlockPool {
         call: &CacheFullBlocks<'_>,
         num_known: usize,
     ) -> Result<()> {
+        if !CHECKED {
+            return Ok(());
+        }
         self.check_group_and_size(call.group, call.block_size)?;
         if let BlockMask::Flags(flags) = call.mask
             && flags.len() != call.stop - call.start
@@ -251,10 +255,12 @@ impl BlockPool {
             if call.is_wanted(position, block) {
                 if self.prefix.is_cached(block) {
                     self.mark_lost(block, now);
+                    self.history.note(Effect::Unkeyed, block);
                     self.drop_keys(block);
                 }
                 let hash = *hashes.get(position);
                 let covered_tokens = call.covered_tokens(position);
+                self.history.note(Effect::Keyed, block);
                 self.insert_key(block, PrefixKey { hash, group: call.group, covered_tokens });
             }
         }
@@ -344,12 +350,14 @@ impl BlockPool {
             boundary: num_tokens,
             group: group.0,
         };
-        self.history.begin(op, request.request_id);
+        self.history.begin_of(op, request.request_id);
         self.begin_change();
         if is_promoted {
             self.mark_lost(block, self.relative_epoch());
+            self.history.note(Effect::Unkeyed, block);
             self.drop_keys(block);
         }
+        self.history.note(Effect::Keyed, block);
         self.insert_key(block, key);
         if let Some(content) = request.content.filter(|_| self.events.is_enabled()) {
             let span = start as usize..num_tokens as usize;

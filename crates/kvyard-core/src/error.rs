@@ -112,6 +112,10 @@ pub enum KVCacheError {
     OutOfMemory(String),
 }
 
+/// Whether misuse is looked for. Always, but in a build with `--cfg kvyard_unchecked`, which is never
+/// shipped: `benches/checks.sh` measures with it what the checks cost.
+pub(crate) const CHECKED: bool = !cfg!(kvyard_unchecked);
+
 impl KVCacheError {
     /// An `InvalidArgument`.
     pub fn argument(argument: &'static str, reason: impl Into<String>) -> Self {

@@ -1,7 +1,9 @@
-//! The last operations and what each did to which block, for the report on a broken invariant. A ring
-//! of [`Op`]s beside a ring of effects, both of fixed size: recording allocates nothing.
+//! The last operations that changed something, and what each did to which block, for the report on a
+//! broken invariant: a ring of [`Op`]s beside a ring of effects. Both have a fixed size, so recording
+//! allocates nothing.
 
-use crate::id::{BlockId, NULL_BLOCK};
+use crate::error::CHECKED;
+use crate::id::{BlockId, NULL_BLOCK, RequestRow};
 use crate::op::Op;
 
 /// Operations kept.
@@ -11,21 +13,24 @@ pub const KEPT_OPERATIONS: usize = 256;
 const KEPT_EFFECTS: usize = 8192;
 
 /// Effects kept of one operation; later ones are only counted.
-const MOST_EFFECTS: u32 = 1024;
+const MOST_EFFECTS: usize = 1024;
 
-/// Bytes kept of a request's name.
-const NAME_BYTES: usize = 55;
+/// Bytes kept of the name of a request that is gone.
+const NAME_BYTES: usize = 64;
+
+/// Names kept: an operation names one at most, and its row passes on at most once.
+const KEPT_NAMES: usize = 2 * KEPT_OPERATIONS;
 
 /// What happened to a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// It left the free queue for a new owner.
+    /// It left the free queue for a new owner, and lost the keys it had.
     Taken,
     /// A row or a caller took a reference to it, for what it caches or because it is in use.
     Referenced,
     /// It got a key.
     Keyed,
-    /// It lost its keys.
+    /// It lost its keys, and stays where it is.
     Unkeyed,
     /// A row's reference became a lease's.
     Leased,
@@ -65,11 +70,20 @@ pub struct PastOperation<'a> {
 #[derive(Clone, Debug)]
 struct Record {
     op: Op,
-    name: [u8; NAME_BYTES],
-    name_length: u8,
     /// Effects noted, and of those the ones kept, before it began.
     noted_before: u64,
     kept_before: u64,
+}
+
+/// What a request was called. Rows tell whose an operation is; so a name is written when its row gets
+/// another one, and for operations on blocks that are somebody's without having a row.
+#[derive(Clone, Debug)]
+struct Name {
+    /// The operation that is named, or with which the row gets another name.
+    number: u64,
+    row: Option<RequestRow>,
+    bytes: [u8; NAME_BYTES],
+    length: usize,
 }
 
 /// See the module.
@@ -77,11 +91,13 @@ struct Record {
 pub struct History {
     records: Vec<Record>,
     num_operations: u64,
-    effects: Vec<(Effect, BlockId)>,
+    effects: Box<[(Effect, BlockId); KEPT_EFFECTS]>,
     num_noted: u64,
     num_kept: u64,
     /// Effects that the current operation may still keep.
-    room: u32,
+    room: usize,
+    names: Vec<Name>,
+    num_names: u64,
 }
 
 impl Default for History {
@@ -89,67 +105,107 @@ impl Default for History {
         Self {
             records: Vec::with_capacity(KEPT_OPERATIONS),
             num_operations: 0,
-            effects: vec![(Effect::Taken, NULL_BLOCK); KEPT_EFFECTS],
+            effects: vec![(Effect::Taken, NULL_BLOCK); KEPT_EFFECTS]
+                .try_into()
+                .expect("as many as that"),
             num_noted: 0,
             num_kept: 0,
             room: 0,
+            names: Vec::with_capacity(KEPT_NAMES),
+            num_names: 0,
         }
     }
 }
 
-/// A number's place in a ring; the modulus is a power of two.
+/// A number's place in a ring; the size is a power of two.
 #[inline]
 #[expect(clippy::cast_possible_truncation, reason = "below the size of the ring")]
 fn place(number: u64, size: usize) -> usize {
     (number % size as u64) as usize
 }
 
+/// Writes over the oldest element of a ring that has room for `size` of them.
+#[inline]
+fn put<T>(ring: &mut Vec<T>, number: u64, size: usize, element: T) {
+    match ring.get_mut(place(number, size)) {
+        Some(old) => *old = element,
+        None => ring.push(element),
+    }
+}
+
 impl History {
-    /// A new operation begins; effects that follow are its own. `request` is its request's name.
+    /// A new operation begins; effects that follow are its own.
     #[inline]
-    pub(crate) fn begin(&mut self, op: Op, request: &str) {
-        if cfg!(kvyard_unchecked) {
-            return;
+    pub(crate) fn begin(&mut self, op: Op) {
+        if CHECKED {
+            let (noted_before, kept_before) = (self.num_noted, self.num_kept);
+            let record = Record { op, noted_before, kept_before };
+            put(&mut self.records, self.num_operations, KEPT_OPERATIONS, record);
+            self.num_operations += 1;
+            self.room = MOST_EFFECTS;
         }
-        let mut name = [0; NAME_BYTES];
-        let kept = request.len().min(NAME_BYTES);
-        name[..kept].copy_from_slice(&request.as_bytes()[..kept]);
-        let record = Record {
-            op,
-            name,
-            name_length: u8::try_from(kept).unwrap_or(0),
-            noted_before: self.num_noted,
-            kept_before: self.num_kept,
-        };
-        match self.records.get_mut(place(self.num_operations, KEPT_OPERATIONS)) {
-            Some(old) => *old = record,
-            None => self.records.push(record),
+    }
+
+    /// As `begin`, for an operation without a row of which it is known whose it is.
+    pub(crate) fn begin_of(&mut self, op: Op, request: &str) {
+        self.keep_name(None, request);
+        self.begin(op);
+    }
+
+    /// With the next operation a row passes to another request; `name` is the old one's.
+    pub(crate) fn row_passes_on(&mut self, row: RequestRow, name: &str) {
+        self.keep_name(Some(row), name);
+    }
+
+    fn keep_name(&mut self, row: Option<RequestRow>, name: &str) {
+        if CHECKED {
+            let length = name.floor_char_boundary(NAME_BYTES);
+            let mut bytes = [0; NAME_BYTES];
+            bytes[..length].copy_from_slice(&name.as_bytes()[..length]);
+            let name = Name { number: self.num_operations, row, bytes, length };
+            put(&mut self.names, self.num_names, KEPT_NAMES, name);
+            self.num_names += 1;
         }
-        self.num_operations += 1;
-        self.room = MOST_EFFECTS;
     }
 
     /// Notes an effect of the operation that began last.
     #[inline]
     pub(crate) fn note(&mut self, effect: Effect, block: BlockId) {
-        if cfg!(kvyard_unchecked) || block.is_null() {
-            return;
-        }
-        if self.room > 0 {
-            self.room -= 1;
-            self.effects[place(self.num_kept, KEPT_EFFECTS)] = (effect, block);
-            self.num_kept += 1;
-        }
-        self.num_noted += 1;
+        self.note_all(effect, std::iter::once(block));
     }
 
-    /// The operations that are kept, oldest first.
-    pub fn operations(&self) -> impl Iterator<Item = PastOperation<'_>> {
+    /// Notes the same effect on several blocks.
+    #[inline]
+    pub(crate) fn note_all(
+        &mut self,
+        effect: Effect,
+        blocks: impl ExactSizeIterator<Item = BlockId>,
+    ) {
+        if CHECKED {
+            let kept = blocks.len().min(self.room);
+            self.num_noted += blocks.len() as u64;
+            self.room -= kept;
+            for block in blocks.take(kept) {
+                self.effects[place(self.num_kept, KEPT_EFFECTS)] = (effect, block);
+                self.num_kept += 1;
+            }
+        }
+    }
+
+    /// The operations that are kept, oldest first. `name_of` knows who has a row now.
+    pub fn operations<'a>(
+        &'a self,
+        name_of: impl Fn(RequestRow) -> Option<&'a str>,
+    ) -> impl Iterator<Item = PastOperation<'a>> {
         let first = self.num_operations.saturating_sub(KEPT_OPERATIONS as u64);
-        (first..self.num_operations).map(|number| self.operation(number))
+        (first..self.num_operations).map(move |number| self.operation(number, &name_of))
     }
 
-    fn operation(&self, number: u64) -> PastOperation<'_> {
+    fn operation<'a>(
+        &'a self,
+        number: u64,
+        name_of: &impl Fn(RequestRow) -> Option<&'a str>,
+    ) -> PastOperation<'a> {
         let record = &self.records[place(number, KEPT_OPERATIONS)];
         let is_last = number + 1 == self.num_operations;
         let (noted, kept) = if is_last {
@@ -162,18 +218,32 @@ impl History {
         let effects: Vec<_> = (record.kept_before.max(oldest)..kept)
             .map(|number| self.effects[place(number, KEPT_EFFECTS)])
             .collect();
-        let name = &record.name[..usize::from(record.name_length)];
-        let whole = match std::str::from_utf8(name) {
-            Ok(name) => name,
-            // Cut inside a character.
-            Err(error) => std::str::from_utf8(&name[..error.valid_up_to()]).unwrap_or(""),
-        };
+        let own = self.names().find(|name| name.number == number && name.row.is_none()).map(text);
+        let request = own.or_else(|| {
+            let row = record.op.row()?;
+            self.name_at(number, row).or_else(|| name_of(row))
+        });
         PastOperation {
             number,
             op: &record.op,
-            request: whole,
+            request: request.unwrap_or(""),
             num_forgotten: noted - record.noted_before - effects.len() as u64,
             effects,
         }
     }
+
+    /// Oldest first.
+    fn names(&self) -> impl Iterator<Item = &Name> {
+        let first = self.num_names.saturating_sub(KEPT_NAMES as u64);
+        (first..self.num_names).map(|number| &self.names[place(number, KEPT_NAMES)])
+    }
+
+    /// Whose a row was at an operation, if it has passed on since.
+    fn name_at(&self, number: u64, row: RequestRow) -> Option<&str> {
+        self.names().find(|name| name.row == Some(row) && name.number > number).map(text)
+    }
+}
+
+fn text(name: &Name) -> &str {
+    std::str::from_utf8(&name.bytes[..name.length]).unwrap_or("")
 }

@@ -6,7 +6,7 @@
 //! somebody holds), so that any list of operations means something.
 
 use crate::error::KVCacheError;
-use crate::id::BlockId;
+use crate::id::{BlockId, RequestRow};
 
 /// A block as an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -405,6 +405,26 @@ pub enum Outcome {
     Reset(bool),
     /// It was misuse.
     Error(KVCacheError),
+}
+
+impl Op {
+    /// In a history, the row of the request that it is about.
+    pub fn row(&self) -> Option<RequestRow> {
+        match self {
+            Self::Append { request, .. }
+            | Self::SetComputed { request, .. }
+            | Self::Preempt { request }
+            | Self::Lookup { request }
+            | Self::Allocate(AllocateOp { request, .. })
+            | Self::CacheBlocks { request, .. }
+            | Self::Free { request }
+            | Self::FreeWritten { request, .. }
+            | Self::Pop { request }
+            | Self::Read { request }
+            | Self::RemoveSkipped { request, .. } => Some(RequestRow(*request)),
+            _ => None,
+        }
+    }
 }
 
 impl From<Result<(), KVCacheError>> for Outcome {

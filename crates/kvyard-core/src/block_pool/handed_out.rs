@@ -6,7 +6,7 @@
 
 use super::BlockPool;
 use crate::blocks::{BlockLease, GroupEnds};
-use crate::error::{KVCacheError, Result};
+use crate::error::{CHECKED, KVCacheError, Result};
 use crate::history::Effect;
 use crate::id::{BlockId, NULL_BLOCK, length};
 use crate::memory::Grow;
@@ -22,7 +22,7 @@ impl BlockPool {
         let mut ids = Vec::new();
         ids.make_room(count)?;
         self.reserve(count, 0, self.events_of_evictions(count))?;
-        self.history.begin(Op::GetNewBlocks { count: length(count) }, "");
+        self.history.begin(Op::GetNewBlocks { count: length(count) });
         self.begin_change();
         for _ in 0..count {
             let block = self.take_head();
@@ -30,6 +30,7 @@ impl BlockPool {
             self.leased[block.index()] = 1;
             ids.push(block);
         }
+        self.history.note_all(Effect::Taken, ids.iter().copied());
         Ok(self.lease(ids))
     }
 
@@ -51,11 +52,10 @@ impl BlockPool {
         }
         let mut ids = Vec::new();
         ids.make_room(blocks.len())?;
-        self.history.begin(Op::Touch { blocks: Vec::new() }, "");
+        self.history.begin(Op::Touch { blocks: Vec::new() });
         self.note_change();
         for block in blocks {
             self.on_accessed(*block);
-            self.history.note(Effect::Referenced, *block);
             if !block.is_null() {
                 if self.ref_cnt(*block) == 0 {
                     self.queue.remove(*block);
@@ -65,6 +65,7 @@ impl BlockPool {
             }
             ids.push(*block);
         }
+        self.history.note_all(Effect::Referenced, blocks.iter().copied());
         Ok(self.lease(ids))
     }
 
@@ -101,7 +102,7 @@ impl BlockPool {
         lease: BlockLease,
     ) -> Result<Vec<BlockId>, (KVCacheError, BlockLease)> {
         let lease = self.end_lease(lease)?;
-        self.history.begin(Op::DissolveLease { lease: 0 }, lease.request().unwrap_or(""));
+        self.begin_of(Op::DissolveLease { lease: 0 }, lease.request());
         Ok(lease.ids)
     }
 
@@ -114,7 +115,7 @@ impl BlockPool {
     /// it was never allocated. Nothing is freed then.
     pub fn free_counted(&mut self, blocks: &[BlockId]) -> Result<()> {
         self.check_counted(blocks)?;
-        self.history.begin(Op::FreeCounted { blocks: Vec::new() }, "");
+        self.history.begin(Op::FreeCounted { blocks: Vec::new() });
         self.release_counted(blocks.iter().copied());
         Ok(())
     }
@@ -130,19 +131,25 @@ impl BlockPool {
         request: Option<String>,
     ) -> Result<BlockLease> {
         self.check_counted(&ids)?;
-        self.history
-            .begin(Op::LeaseCounted { blocks: Vec::new() }, request.as_deref().unwrap_or(""));
+        self.begin_of(Op::LeaseCounted { blocks: Vec::new() }, request.as_deref());
         for block in ids.iter().filter(|block| !block.is_null()) {
-            self.history.note(Effect::Leased, *block);
             self.leased[block.index()] += 1;
         }
+        self.history.note_all(Effect::Leased, ids.iter().copied());
         Ok(BlockLease { ids, ends, pool: self.id, epoch: self.epoch, request })
+    }
+
+    fn begin_of(&mut self, op: Op, request: Option<&str>) {
+        match request {
+            Some(request) => self.history.begin_of(op, request),
+            None => self.history.begin(op),
+        }
     }
 
     /// A lease is given back.
     pub(crate) fn begin_free_lease(&mut self, lease: &BlockLease, through_manager: bool) {
         let op = Op::FreeLease { lease: 0, through_manager };
-        self.history.begin(op, lease.request().unwrap_or(""));
+        self.begin_of(op, lease.request());
     }
 
     /// The references of a lease become counted ones, for the caller to release.
@@ -166,6 +173,9 @@ impl BlockPool {
 
     /// Whether each block may be given back as often as it is listed.
     fn check_counted(&mut self, blocks: &[BlockId]) -> Result<()> {
+        if !CHECKED {
+            return Ok(());
+        }
         for block in blocks {
             self.check_block("blocks", *block)?;
         }
@@ -244,11 +254,11 @@ impl BlockPool {
         request: Option<String>,
     ) -> BlockLease {
         for block in ids.iter().filter(|block| !block.is_null()) {
-            self.history.note(Effect::Leased, *block);
             self.row_references[block.index()] -= 1;
             self.handed_out[block.index()] += 1;
             self.leased[block.index()] += 1;
         }
+        self.history.note_all(Effect::Leased, ids.iter().copied());
         BlockLease { ids, ends, pool: self.id, epoch: self.epoch, request }
     }
 }

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use super::{KVCacheManager, span};
 use crate::blocks::KVCacheBlocks;
-use crate::error::{KVCacheError, Result};
+use crate::error::{CHECKED, KVCacheError, Result};
 use crate::event_log::EventReserve;
 use crate::id::{BlockId, GroupId, NULL_BLOCK, RequestRow, length};
 use crate::memory::Grow;
@@ -106,6 +106,17 @@ struct GroupPlan {
 }
 
 impl GroupPlan {
+    /// Whether the row stays as it is: a step of decoding inside a block.
+    fn is_idle(&self) -> bool {
+        let grown = self.new.nulls + self.num_new_blocks();
+        let released = self.released.iter().all(Range::is_empty);
+        grown + self.attachment.padding == 0
+            && self.new.moved.is_empty()
+            && !self.new.sets_allocated
+            && self.cached.is_empty()
+            && released
+    }
+
     /// Blocks taken from the pool.
     fn num_new_blocks(&self) -> u32 {
         self.attachment.external + self.new.fresh
@@ -127,7 +138,26 @@ pub struct AllocatePlan<'a> {
     revision: u64,
 }
 
-impl AllocatePlan<'_> {
+impl<'a> AllocatePlan<'a> {
+    fn new(manager: &KVCacheManager, call: &AllocateSlots<'a>) -> Self {
+        let pool = &manager.pool;
+        Self {
+            call: *call,
+            row: manager.requests.find(call.request.request_id, call.row_hint),
+            admitted: false,
+            attaches_hits: false,
+            groups: SmallVec::new(),
+            fresh: KVCacheBlocks::builder(pool.id(), pool.epoch() + 1),
+            revision: pool.revision(),
+        }
+    }
+
+    /// Whether no row changes.
+    fn is_idle(&self) -> bool {
+        let has_row = self.row.is_some() && !self.attaches_hits;
+        has_row && self.admitted && self.groups.iter().all(GroupPlan::is_idle)
+    }
+
     /// Whether the blocks fit.
     pub fn is_admitted(&self) -> bool {
         self.admitted
@@ -154,7 +184,8 @@ impl KVCacheManager {
     /// See `plan_allocate_slots`. After an error nothing has changed; after a refusal only blocks that
     /// no later token reads are released.
     pub fn allocate_slots(&mut self, call: &AllocateSlots<'_>) -> Result<Option<KVCacheBlocks>> {
-        let mut plan = self.plan_allocate_slots(call)?;
+        let mut plan = AllocatePlan::new(self, call);
+        self.plan(&mut plan)?;
         self.reserve_allocate_slots(&mut plan)?;
         Ok(self.apply_allocate_slots(plan))
     }
@@ -167,60 +198,56 @@ impl KVCacheManager {
     /// hits of a request that has blocks; `ForeignBlock` or `StaleBlock` for hits of another pool or
     /// of earlier days.
     pub fn plan_allocate_slots<'a>(&self, call: &AllocateSlots<'a>) -> Result<AllocatePlan<'a>> {
-        let request = call.request;
-        let row = self.requests.find(request.request_id, call.row_hint);
-        let tracked = self.is_running(row);
-        let attaches_hits = !tracked
+        let mut plan = AllocatePlan::new(self, call);
+        self.plan(&mut plan)?;
+        Ok(plan)
+    }
+
+    fn plan(&self, plan: &mut AllocatePlan<'_>) -> Result<()> {
+        let call = &plan.call;
+        let tracked = self.is_running(plan.row);
+        plan.attaches_hits = !tracked
             && (call.num_external_computed_tokens > 0
                 || call.new_computed_blocks.is_some_and(|blocks| !blocks.is_empty()));
-        self.check_call(call, row, tracked, attaches_hits)?;
-        let plan = self.plan_slots(call, row, attaches_hits)?;
-        if plan.admitted || !self.gives_up_lookahead(call, row) {
-            return Ok(plan);
+        if CHECKED {
+            self.check_call(call, plan.row, tracked, plan.attaches_hits)?;
         }
-        self.plan_slots(&AllocateSlots { num_lookahead_tokens: 0, ..*call }, row, attaches_hits)
+        plan.groups.make_room(self.managers.len())?;
+        self.plan_slots(plan)?;
+        if !plan.admitted && self.gives_up_lookahead(plan) {
+            plan.call.num_lookahead_tokens = 0;
+            plan.groups.clear();
+            self.plan_slots(plan)?;
+        }
+        Ok(())
     }
 
     /// Steps 3 to 12 of a call that keeps its contract.
-    fn plan_slots<'a>(
-        &self,
-        call: &AllocateSlots<'a>,
-        row: Option<RequestRow>,
-        attaches_hits: bool,
-    ) -> Result<AllocatePlan<'a>> {
-        let mut plan = AllocatePlan {
-            call: *call,
-            row,
-            admitted: false,
-            attaches_hits,
-            groups: SmallVec::new(),
-            fresh: KVCacheBlocks::builder(self.pool.id(), self.pool.epoch() + 1),
-            revision: self.pool.revision(),
-        };
-        plan.groups.make_room(self.managers.len())?;
+    fn plan_slots(&self, plan: &mut AllocatePlan<'_>) -> Result<()> {
+        let (call, row) = (&plan.call, plan.row);
         let waiting =
             matches!(call.request.view.status, RequestStatus::Waiting | RequestStatus::Preempted);
         let watermark = if call.has_scheduled_reqs && waiting { self.watermark_blocks } else { 0 };
         let tokens = self.tokens(call);
-        let whole = self.whole_sequence(call, &tokens, attaches_hits);
-        if call.full_sequence_must_fit
-            && self.num_blocks_to_allocate(call, row, &whole) + i64::from(watermark)
-                > self.num_free_blocks()
-        {
-            plan.groups.resize_with(self.managers.len(), GroupPlan::default);
-            return Ok(plan);
+        if call.full_sequence_must_fit {
+            let whole = self.whole_sequence(call, &tokens, plan.attaches_hits);
+            let wanted = self.num_blocks_to_allocate(call, row, &whole) + i64::from(watermark);
+            if wanted > self.num_free_blocks() {
+                plan.groups.resize_with(self.managers.len(), GroupPlan::default);
+                return Ok(());
+            }
         }
         let freed = self.plan_release(call, row, &tokens, &mut plan.groups);
         let free = self.pool.num_free_blocks() as u64 + freed;
-        let demand = Self::demand(call, &tokens, attaches_hits);
+        let demand = Self::demand(call, &tokens, plan.attaches_hits);
         let predicted = self.num_blocks_to_allocate(call, row, &demand);
         let available = i128::from(free) - i128::from(call.reserved_blocks);
         if i128::from(predicted) + i128::from(watermark) > available {
-            return Ok(plan);
+            return Ok(());
         }
         let taken = self.plan_groups(call, row, &demand, &mut plan.groups)?;
         plan.admitted = taken <= free;
-        Ok(plan)
+        Ok(())
     }
 
     /// Grows what the plan will fill: rows, logs, tables, the result.
@@ -229,7 +256,7 @@ impl KVCacheManager {
     /// `InvalidArgument` for a plan of another state or another manager; `OutOfMemory`. Nothing but
     /// capacity has changed.
     pub fn reserve_allocate_slots(&mut self, plan: &mut AllocatePlan<'_>) -> Result<()> {
-        if !self.is_current(plan) {
+        if CHECKED && !self.is_current(plan) {
             return Err(KVCacheError::argument(
                 "plan",
                 "the manager has changed since this was planned, or another one planned it: plan again",
@@ -244,6 +271,9 @@ impl KVCacheManager {
             self.requests.reserve(plan.call.request.request_id)?;
             self.requests.next_row()
         };
+        if plan.is_idle() {
+            return plan.fresh.reserve(self.managers.len(), 0);
+        }
         let (mut appended, mut taken) = (0, 0);
         let (mut new_keys, mut events) = (0, EventReserve::default());
         let mut returned = 0;
@@ -278,10 +308,15 @@ impl KVCacheManager {
     /// # Panics
     /// If the manager has changed since it was planned.
     pub fn apply_allocate_slots(&mut self, plan: AllocatePlan<'_>) -> Option<KVCacheBlocks> {
-        assert!(self.is_current(&plan), "a plan is applied to the state it was made for");
-        let AllocatePlan { call, row, admitted, attaches_hits, groups, fresh, .. } = plan;
-        let number = row.unwrap_or_else(|| self.requests.next_row());
-        self.pool.history.begin(call.as_op(number, admitted), call.request.request_id);
+        assert!(!CHECKED || self.is_current(&plan), "a plan is good for the state it was made for");
+        let is_idle = plan.is_idle();
+        let AllocatePlan { call, row, admitted, attaches_hits, groups, mut fresh, .. } = plan;
+        if is_idle {
+            self.pool.begin_change();
+            groups.iter().for_each(|_| fresh.push_group(&[]));
+            return Some(fresh);
+        }
+        self.begin_allocate(&call, row, admitted);
         if let Some(row) = row {
             for (index, group) in groups.iter().enumerate() {
                 self.release_ranges(row, GroupId::from_index(index), group.released.clone());
@@ -312,6 +347,28 @@ impl KVCacheManager {
         Some(fresh)
     }
 
+    /// What the history tells of the call.
+    fn begin_allocate(
+        &mut self,
+        call: &AllocateSlots<'_>,
+        row: Option<RequestRow>,
+        admitted: bool,
+    ) {
+        let history = &mut self.pool.history;
+        if let Some(row) = row {
+            return history.begin(call.as_op(row, admitted));
+        }
+        let row = self.requests.next_row();
+        let op = call.as_op(row, admitted);
+        if !admitted {
+            return history.begin_of(op, call.request.request_id);
+        }
+        if let Some(name) = self.requests.last_name(row) {
+            history.row_passes_on(row, name);
+        }
+        history.begin(op);
+    }
+
     // ------------------------------------------------------------------------------- plan: counting
 
     /// Whether any group has offered blocks of the request to the cache: its hits were attached or
@@ -334,12 +391,12 @@ impl KVCacheManager {
     /// Whether a call that was refused goes on without its look-ahead, because no other request holds
     /// a block: to refuse it would be to refuse it for ever. A fault of 0.25.1 that
     /// `gate_counts_lookahead` mends.
-    fn gives_up_lookahead(&self, call: &AllocateSlots<'_>, row: Option<RequestRow>) -> bool {
-        if !self.config.semantics.gate_counts_lookahead || call.num_lookahead_tokens == 0 {
+    fn gives_up_lookahead(&self, plan: &AllocatePlan<'_>) -> bool {
+        if !self.config.semantics.gate_counts_lookahead || plan.call.num_lookahead_tokens == 0 {
             return false;
         }
         let own = self.managers.iter().map(|manager| {
-            let state = self.group_state(manager, row);
+            let state = self.group_state(manager, plan.row);
             state.row.iter().filter(|block| !block.is_null()).count()
         });
         self.pool.num_free_blocks() + own.sum::<usize>() == self.pool.num_usable_blocks() as usize

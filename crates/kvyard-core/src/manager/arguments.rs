@@ -22,18 +22,14 @@ impl KVCacheManager {
                 ),
             ));
         }
-        let axis = [
-            call.request.view.num_computed_tokens,
-            call.num_new_computed_tokens,
-            call.num_external_computed_tokens,
-            call.num_new_tokens,
-            call.num_lookahead_tokens,
-        ];
-        if axis.iter().map(|tokens| u64::from(*tokens)).sum::<u64>() > u64::from(u32::MAX / 2) {
+        let computed = u64::from(call.request.view.num_computed_tokens)
+            + u64::from(call.num_new_computed_tokens)
+            + u64::from(call.num_external_computed_tokens);
+        let new = u64::from(call.num_new_tokens) + u64::from(call.num_lookahead_tokens);
+        if computed + new > u64::from(u32::MAX / 2) {
             return Err(KVCacheError::argument("num_new_tokens", "the token counts are too large"));
         }
-        let computed: u32 = axis[..3].iter().sum();
-        if call.num_external_computed_tokens > 0 && computed > self.config.max_model_len {
+        if call.num_external_computed_tokens > 0 && computed > self.config.max_model_len.into() {
             return Err(KVCacheError::argument(
                 "num_external_computed_tokens",
                 format!(
@@ -43,10 +39,10 @@ impl KVCacheManager {
             ));
         }
         self.check_hits(call, tracked)?;
-        let has_blocks = row.is_some_and(|row| {
+        let has_blocks = |row| {
             self.managers.iter().any(|manager| !self.tables.row(row, manager.group()).is_empty())
-        });
-        if attaches_hits && has_blocks {
+        };
+        if attaches_hits && row.is_some_and(has_blocks) {
             return Err(KVCacheError::AlreadyTracked { request: call.request.request_id.into() });
         }
         Ok(())

@@ -32,6 +32,7 @@ use crate::caching::CacheFullBlocks;
 use crate::coordinator::{KVCacheCoordinator, PrefixLookup};
 use crate::error::{KVCacheError, Result};
 use crate::event_log::EventReserve;
+use crate::history::Effect;
 use crate::id::{BlockId, GroupId, RequestRow, length};
 use crate::memory::Grow;
 use crate::op::Op;
@@ -235,7 +236,7 @@ impl KVCacheManager {
     /// order. An unknown request is none.
     pub fn free(&mut self, request_id: &str, hint: Option<RequestRow>) {
         if let Some(row) = self.requests.find(request_id, hint) {
-            self.pool.history.begin(Op::Free { request: row.0 }, request_id);
+            self.pool.history.begin(Op::Free { request: row.0 });
             self.release_row(row);
         }
     }
@@ -259,7 +260,7 @@ impl KVCacheManager {
             self.tables.row(row, manager.group()).get(written..).unwrap_or(&[])
         });
         let op = Op::FreeWritten { request: row.0, num_tokens: num_written_tokens };
-        self.pool.forget_keys(op, request_id, unwritten)?;
+        self.pool.forget_keys(op, unwritten)?;
         self.release_row(row);
         Ok(())
     }
@@ -267,7 +268,9 @@ impl KVCacheManager {
     fn release_row(&mut self, row: RequestRow) {
         for manager in &self.managers {
             let blocks = self.tables.row(row, manager.group());
-            self.pool.release_from_row(blocks.iter().rev().copied());
+            let blocks = blocks.iter().rev().copied();
+            self.pool.history.note_all(Effect::Released, blocks.clone());
+            self.pool.release_from_row(blocks);
         }
         self.forget(row);
     }
@@ -299,7 +302,7 @@ impl KVCacheManager {
             ends.push(length(ids.len()));
         }
         if let Some(row) = row {
-            self.pool.history.begin(Op::Pop { request: row.0 }, request_id);
+            self.pool.history.begin(Op::Pop { request: row.0 });
             self.forget(row);
         }
         Ok(self.pool.hand_out(ids, ends, Some(name)))
@@ -385,7 +388,7 @@ impl KVCacheManager {
         };
         self.tables.reserve_edits(0, self.requests.len())?;
         let op = Op::RemoveSkipped { request: row.0, num_tokens: total_computed_tokens };
-        self.pool.history.begin(op, request_id);
+        self.pool.history.begin(op);
         for index in 0..self.managers.len() {
             let manager = &self.managers[index];
             let state = self.group_state(manager, Some(row));
@@ -399,6 +402,9 @@ impl KVCacheManager {
     fn release_ranges(&mut self, row: RequestRow, group: GroupId, spans: [Range<u32>; 2]) {
         for span in spans {
             if !span.is_empty() {
+                let blocks = &self.tables.row(row, group)[span.start as usize..span.end as usize];
+                let blocks = blocks.iter().rev().copied();
+                self.pool.history.note_all(Effect::Released, blocks);
                 self.pool.release_from_row(self.tables.null_range(row, group, span));
             }
         }
@@ -471,7 +477,7 @@ impl KVCacheManager {
         }
         self.pool.reserve(0, new_keys, events)?;
         let op = Op::CacheBlocks { request: row.0, num_tokens: num_computed_tokens };
-        self.pool.history.begin(op, request.request_id);
+        self.pool.history.begin(op);
         self.pool.begin_change();
         for (manager, (start, stop)) in self.managers.iter_mut().zip(&spans) {
             if start < stop {

@@ -43,7 +43,8 @@ impl KVCacheManager {
             });
             json.push('}');
         });
-        let operations: Vec<_> = pool.history.operations().collect();
+        let operations: Vec<_> =
+            pool.history.operations(|row| self.requests.last_name(row)).collect();
         json.push_str(",\"blocks\":");
         list(&mut json, named_blocks(&operations), |json, block| self.report_block(json, block));
         json.push_str(",\"operations\":");
@@ -69,7 +70,8 @@ impl KVCacheManager {
 /// The blocks that operations name, each once, in ascending order.
 fn named_blocks(operations: &[PastOperation<'_>]) -> impl Iterator<Item = BlockId> + use<> {
     let effects = operations.iter().flat_map(|operation| &operation.effects);
-    let mut blocks: Vec<BlockId> = effects.map(|(_, block)| *block).collect();
+    let blocks = effects.map(|(_, block)| *block).filter(|block| !block.is_null());
+    let mut blocks: Vec<BlockId> = blocks.collect();
     blocks.sort_unstable();
     blocks.dedup();
     blocks.into_iter()
@@ -84,7 +86,8 @@ fn report_operation(json: &mut String, operation: &PastOperation<'_>) {
     text(json, &operation.op.to_string());
     number(json, "num_forgotten", operation.num_forgotten);
     json.push_str(",\"effects\":");
-    list(json, operation.effects.iter(), |json, (effect, block)| {
+    let effects = operation.effects.iter().filter(|(_, block)| !block.is_null());
+    list(json, effects, |json, (effect, block)| {
         json.push('[');
         text(json, effect.name());
         json.push(',');

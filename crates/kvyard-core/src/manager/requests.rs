@@ -46,6 +46,11 @@ impl TrackedRequests {
         (!self.is_vacant[row.index()]).then_some(name)
     }
 
+    /// Who has a row, or had it last.
+    pub(crate) fn last_name(&self, row: RequestRow) -> Option<&str> {
+        self.names.get(row.index()).map(String::as_str)
+    }
+
     /// The row that the next new request gets.
     pub(crate) fn next_row(&self) -> RequestRow {
         match self.vacant.peek() {
