@@ -101,6 +101,12 @@ def test_names_of_any_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         path.write_text(manager.report(), "utf-8")
         assert json.loads(path.read_text("utf-8"))["requests"][0]["name"] == name
         assert "taken 1-2" in told(capsys, str(path), "--request", name)
+        # Its row passes on: its operations are still its own.
+        manager.free(make_request(name, range(5)))
+        admit(manager, make_request("next", range(100, 108)))
+        path.write_text(manager.report(), "utf-8")
+        assert "taken 1-2" in told(capsys, str(path), "--request", name)
+        assert "taken" in told(capsys, str(path), "--request", "next")
 
 
 def test_256_operations_are_kept() -> None:

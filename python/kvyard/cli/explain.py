@@ -62,7 +62,8 @@ class Operation:
 
     Attributes:
         number: Since the manager was made, from 0.
-        request: The request's name, or its first 55 bytes; empty for an operation on blocks.
+        request: The request's name, of one that is gone its first 64 bytes; empty for an
+            operation on blocks.
         call: The operation as a call.
         effects: What it did to which block, in order.
         num_forgotten: Effects that the report does not know any more.
@@ -192,9 +193,9 @@ def _story_of_block(report: Report, block: int) -> list[str]:
 
 
 def _story_of_request(report: Report, name: str) -> list[str]:
-    known = name.encode()[:55].decode(errors="ignore")
+    names = {name, name.encode()[:64].decode(errors="ignore")}
     lines = [
-        _with_counts(operation) for operation in report.operations if operation.request == known
+        _with_counts(operation) for operation in report.operations if operation.request in names
     ]
     if not lines and name not in report.rows:
         raise CommandError(f"the report knows no request {name!r}")
