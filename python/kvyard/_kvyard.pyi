@@ -787,6 +787,7 @@ class KVCacheManager:
         semantics: Semantics = ...,
         track_new_blocks: bool = True,
         retention_interval: int | None = None,
+        verify_tokens: bool = False,
     ) -> Self:
         """Make a manager with an empty pool.
 
@@ -809,6 +810,9 @@ class KVCacheManager:
             retention_interval: Tokens between the boundaries at which window and Mamba groups stay
                 cached; 0 keeps the prompt's last one only, None all. vLLM reads it from
                 VLLM_PREFIX_CACHE_RETENTION_INTERVAL.
+            verify_tokens: Whether a hit must also agree in a second fingerprint of its tokens and
+                extra keys, keyed per process, so that colliding or forged block hashes never
+                serve another prefix. Takes 16 bytes a block.
 
         Raises:
             ConfigError: Sizes do not divide, or a spec's kind is not supported; it is named.

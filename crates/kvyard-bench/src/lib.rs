@@ -47,6 +47,7 @@ pub fn block_pool(num_blocks: u32) -> BlockPool {
         enable_caching: true,
         hash_block_size: BLOCK_SIZE,
         enable_kv_cache_events: false,
+        verify_tokens: false,
         semantics: Semantics::corrected(),
     };
     BlockPool::new(config, None).expect("a valid configuration")
@@ -80,6 +81,7 @@ fn call<'a>(
             ..RequestView::default()
         },
         block_hashes: hashes,
+        fingerprints: &[],
         content: None,
     }
 }

@@ -54,6 +54,7 @@ fn call<'a>(
             ..RequestView::default()
         },
         block_hashes: hashes,
+        fingerprints: &[],
         content: Some(*content),
     }
 }

@@ -20,14 +20,14 @@ mod handed_out;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::block_hash::BlockHash;
 use crate::error::{KVCacheError, Result};
 use crate::event_log::{EventLog, EventReserve, KVCacheEvent};
 use crate::free_queue::FreeKVCacheBlockQueue;
+use crate::hashing::Fingerprint;
 use crate::history::{Effect, History};
 use crate::id::{BlockId, GroupId, NULL_BLOCK};
 use crate::op::Op;
-use crate::prefix_map::{PrefixKey, PrefixMap};
+use crate::prefix_map::{PrefixKey, PrefixMap, SoughtBlock};
 use crate::semantics::{RemovalEvent, Semantics};
 use crate::stats::ResidencyMetrics;
 
@@ -42,6 +42,8 @@ pub struct BlockPoolConfig {
     pub hash_block_size: u32,
     /// Whether changes of the prefix cache are recorded.
     pub enable_kv_cache_events: bool,
+    /// Whether a hit must also have the fingerprint of its tokens: 16 bytes a block.
+    pub verify_tokens: bool,
     /// Whose decisions.
     pub semantics: Semantics,
 }
@@ -93,7 +95,7 @@ impl BlockPool {
             return Err(KVCacheError::config("hash_block_size", "must be at least 1, not 0"));
         }
         let blocks = config.num_blocks as usize;
-        let mut prefix = PrefixMap::new(config.num_blocks);
+        let mut prefix = PrefixMap::new(config.num_blocks, config.verify_tokens);
         if config.enable_caching {
             prefix.reserve(blocks)?;
         }
@@ -277,12 +279,12 @@ impl BlockPool {
         ))
     }
 
-    /// For each group the earliest copy of a hash, appended to `found`; false, and nothing appended,
+    /// For each group the earliest copy of a hash (with the fingerprint, if one is asked for), appended to `found`; false, and nothing appended,
     /// if any group misses. Touches nothing.
     #[inline]
     pub fn get_cached_block(
         &self,
-        hash: &BlockHash,
+        sought: SoughtBlock<'_>,
         groups: &[GroupId],
         found: &mut Vec<BlockId>,
     ) -> bool {
@@ -291,7 +293,7 @@ impl BlockPool {
         self.num_probes.store(self.num_probes() + 1, Ordering::Relaxed);
         let before = found.len();
         for group in groups {
-            if let Some(block) = self.prefix.get(hash, *group) {
+            if let Some(block) = self.prefix.find_block(sought, *group) {
                 found.push(block);
             } else {
                 found.truncate(before);
@@ -521,11 +523,16 @@ impl BlockPool {
 
     /// Gives a block a key; `drop_keys` came before if it had a shorter one.
     #[inline]
-    pub(crate) fn insert_key(&mut self, block: BlockId, key: PrefixKey) {
+    pub(crate) fn insert_key(
+        &mut self,
+        block: BlockId,
+        key: PrefixKey,
+        fingerprint: Option<Fingerprint>,
+    ) {
         if !self.prefix.is_cached(block) {
             self.num_blocks_stored += 1;
         }
-        self.prefix.insert(block, key);
+        self.prefix.insert(block, key, fingerprint);
     }
 
     /// Takes all keys from a block and records their removal.
@@ -612,6 +619,7 @@ mod tests {
             enable_caching: true,
             hash_block_size: 1,
             enable_kv_cache_events: false,
+            verify_tokens: false,
             semantics: Semantics::corrected(),
         };
         BlockPool::new(config, None).unwrap()

@@ -9,10 +9,11 @@ use crate::block_hash::BlockHash;
 use crate::block_pool::BlockPool;
 use crate::error::{CHECKED, KVCacheError, Result};
 use crate::event_log::EventReserve;
+use crate::hashing::Fingerprint;
 use crate::history::Effect;
 use crate::id::{BlockId, GroupId, length};
 use crate::op::{BlockChoice, Op};
-use crate::prefix_map::{MAX_GROUP, PrefixKey};
+use crate::prefix_map::{MAX_GROUP, PrefixKey, SoughtBlock};
 use crate::request_view::{BlockContent, RequestCall};
 use crate::semantics::SparseStoreEvent;
 
@@ -21,13 +22,23 @@ use crate::semantics::SparseStoreEvent;
 #[derive(Clone, Copy, Debug)]
 pub struct MergedBlockHashes<'a> {
     fine: &'a [BlockHash],
+    /// None where hits are not verified.
+    fingerprints: Option<&'a [Fingerprint]>,
     factor: usize,
 }
 
 impl<'a> MergedBlockHashes<'a> {
     /// `block_size` must be a multiple of `hash_block_size`; the configuration checks it.
     pub fn new(fine: &'a [BlockHash], block_size: u32, hash_block_size: u32) -> Self {
-        Self { fine, factor: (block_size / hash_block_size).max(1) as usize }
+        let factor = (block_size / hash_block_size).max(1) as usize;
+        Self { fine, fingerprints: None, factor }
+    }
+
+    /// The same with the fingerprints that hits must have. Blocks without one count as incomplete.
+    #[must_use]
+    pub fn verified_by(self, fingerprints: &'a [Fingerprint]) -> Self {
+        let fine = &self.fine[..self.fine.len().min(fingerprints.len())];
+        Self { fine, fingerprints: Some(fingerprints), ..self }
     }
 
     /// Complete coarse blocks.
@@ -48,6 +59,17 @@ impl<'a> MergedBlockHashes<'a> {
     #[inline]
     pub fn get(&self, block: usize) -> &'a BlockHash {
         &self.fine[(block + 1) * self.factor - 1]
+    }
+
+    /// What a lookup of a coarse block asks for.
+    ///
+    /// # Panics
+    /// If that block is not complete.
+    #[inline]
+    pub fn sought(&self, block: usize) -> SoughtBlock<'a> {
+        let at = (block + 1) * self.factor - 1;
+        let fingerprint = self.fingerprints.map(|fingerprints| fingerprints[at]);
+        SoughtBlock { hash: &self.fine[at], fingerprint }
     }
 }
 
@@ -211,6 +233,10 @@ impl BlockPool {
                 ),
             ));
         }
+        self.check_fingerprints(
+            call.request,
+            call.stop * (call.block_size / hash_block_size) as usize,
+        )?;
         self.check_content(call.request, call.tokens(call.start..call.stop))?;
         for position in call.start..call.stop.min(num_known) {
             let Some(block) = call.row.get(position).copied() else {
@@ -244,11 +270,7 @@ impl BlockPool {
     }
 
     pub(crate) fn apply_cache_full_blocks(&mut self, call: &CacheFullBlocks<'_>) {
-        let hashes = MergedBlockHashes::new(
-            call.request.block_hashes,
-            call.block_size,
-            self.config().hash_block_size,
-        );
+        let hashes = self.merged_hashes(call.request, call.block_size);
         let now = self.relative_epoch();
         for position in call.start..call.stop {
             let block = call.row[position];
@@ -258,10 +280,11 @@ impl BlockPool {
                     self.history.note(Effect::Unkeyed, block);
                     self.drop_keys(block);
                 }
-                let hash = *hashes.get(position);
+                let SoughtBlock { hash, fingerprint } = hashes.sought(position);
                 let covered_tokens = call.covered_tokens(position);
                 self.history.note(Effect::Keyed, block);
-                self.insert_key(block, PrefixKey { hash, group: call.group, covered_tokens });
+                let key = PrefixKey { hash: *hash, group: call.group, covered_tokens };
+                self.insert_key(block, key, fingerprint);
             }
         }
         if let Some(content) = call.request.content.filter(|_| self.events.is_enabled()) {
@@ -358,7 +381,8 @@ impl BlockPool {
             self.drop_keys(block);
         }
         self.history.note(Effect::Keyed, block);
-        self.insert_key(block, key);
+        let boundary = (num_tokens / self.config().hash_block_size) as usize - 1;
+        self.insert_key(block, key, request.fingerprints.get(boundary).copied());
         if let Some(content) = request.content.filter(|_| self.events.is_enabled()) {
             let span = start as usize..num_tokens as usize;
             let rule = self.config().semantics.media_cursor;
@@ -399,6 +423,7 @@ impl BlockPool {
             ));
         };
         self.check_held(block)?;
+        self.check_fingerprints(request, (num_tokens / size) as usize)?;
         Ok(PrefixKey { hash: *hash, group, covered_tokens: num_tokens })
     }
 
@@ -472,6 +497,33 @@ impl BlockPool {
             block,
             reason: "nobody holds it, so it cannot be cached".into(),
         })
+    }
+
+    /// A request's hashes in blocks of a group, with the fingerprints that hits must have.
+    pub(crate) fn merged_hashes<'a>(
+        &self,
+        request: &RequestCall<'a>,
+        block_size: u32,
+    ) -> MergedBlockHashes<'a> {
+        let hash_block_size = self.config().hash_block_size;
+        let hashes = MergedBlockHashes::new(request.block_hashes, block_size, hash_block_size);
+        if self.config().verify_tokens { hashes.verified_by(request.fingerprints) } else { hashes }
+    }
+
+    /// Where hits are verified, every key needs a fingerprint.
+    fn check_fingerprints(&self, request: &RequestCall<'_>, hash_blocks: usize) -> Result<()> {
+        let known = request.fingerprints.len();
+        if !self.config().verify_tokens || known >= hash_blocks {
+            return Ok(());
+        }
+        Err(KVCacheError::argument(
+            "fingerprints",
+            format!(
+                "verify_tokens is on: request {:?} has fingerprints of {known} hash blocks, \
+                 {hash_blocks} are needed",
+                request.request_id
+            ),
+        ))
     }
 
     /// With events on, the tokens of a span must be there to tell.

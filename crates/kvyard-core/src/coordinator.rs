@@ -3,7 +3,6 @@
 
 use crate::block_pool::BlockPool;
 use crate::blocks::{BlockIds, KVCacheBlocks};
-use crate::caching::MergedBlockHashes;
 use crate::id::{GroupId, length};
 use crate::request_view::RequestCall;
 use crate::single_type::{Lookup, PrefixHit, SingleTypeKVCacheManager};
@@ -69,8 +68,7 @@ impl PrefixLookup<'_> {
     fn ask(&self, groups: &[GroupId], max_length: u32, drop_last: bool, align: u32) -> PrefixHit {
         let manager = &self.managers[groups[0].index()];
         let block_size = manager.block_size();
-        let hash_block_size = self.pool.config().hash_block_size;
-        let hashes = MergedBlockHashes::new(self.request.block_hashes, block_size, hash_block_size);
+        let hashes = self.pool.merged_hashes(self.request, block_size);
         let lookup = Lookup { groups, max_length, block_size, alignment: align, drop_last };
         manager.find_longest_cache_hit(self.pool, hashes, &lookup)
     }

@@ -18,6 +18,7 @@ use hashbrown::{HashMap, HashTable};
 
 use crate::block_hash::BlockHash;
 use crate::error::Result;
+use crate::hashing::Fingerprint;
 use crate::id::{BlockId, GroupId, NULL_BLOCK};
 use crate::memory::{Grow, grow_table};
 
@@ -32,6 +33,21 @@ pub struct PrefixKey {
     pub covered_tokens: u32,
 }
 
+/// What a lookup asks for.
+#[derive(Clone, Copy, Debug)]
+pub struct SoughtBlock<'a> {
+    /// The fingerprint of the prefix that the engine uses.
+    pub hash: &'a BlockHash,
+    /// The second one that a copy must have; none: any copy will do.
+    pub fingerprint: Option<Fingerprint>,
+}
+
+impl<'a> From<&'a BlockHash> for SoughtBlock<'a> {
+    fn from(hash: &'a BlockHash) -> Self {
+        Self { hash, fingerprint: None }
+    }
+}
+
 /// See the module.
 #[derive(Debug)]
 pub struct PrefixMap {
@@ -43,6 +59,8 @@ pub struct PrefixMap {
     /// Group + 1; 0: the entry has no key.
     group_tag: Vec<u16>,
     covered_tokens: Vec<u32>,
+    /// Second fingerprints; empty where hits are not verified.
+    fingerprint: Vec<Fingerprint>,
     /// The next younger copy, 0 at the end of the chain.
     younger: Vec<u32>,
     /// The next older copy; at the first copy the *last* one, 0 if it is alone.
@@ -94,8 +112,8 @@ fn table_hash(hash: &Words, group_tag: u16) -> u64 {
 }
 
 impl PrefixMap {
-    /// Room for one key a block.
-    pub fn new(num_blocks: u32) -> Self {
+    /// Room for one key a block, and with `verify_tokens` for its second fingerprint.
+    pub fn new(num_blocks: u32, verify_tokens: bool) -> Self {
         let entries = num_blocks as usize;
         Self {
             first_copy: HashTable::new(),
@@ -103,6 +121,7 @@ impl PrefixMap {
             hash: vec![[0; 4]; entries],
             group_tag: vec![0; entries],
             covered_tokens: vec![0; entries],
+            fingerprint: vec![Fingerprint(0); if verify_tokens { entries } else { 0 }],
             younger: vec![0; entries],
             older: vec![0; entries],
             alias_block: Vec::new(),
@@ -131,6 +150,9 @@ impl PrefixMap {
         self.hash.make_room(1)?;
         self.group_tag.make_room(1)?;
         self.covered_tokens.make_room(1)?;
+        if !self.fingerprint.is_empty() {
+            self.fingerprint.make_room(1)?;
+        }
         self.younger.make_room(1)?;
         self.older.make_room(1)?;
         self.alias_block.make_room(1)?;
@@ -143,6 +165,18 @@ impl PrefixMap {
     #[inline]
     pub fn get(&self, hash: &BlockHash, group: GroupId) -> Option<BlockId> {
         self.find(&words(hash), tag(group)).map(|entry| self.block_of(entry))
+    }
+
+    /// The earliest inserted copy that is what is sought: others with the same hash are passed over.
+    #[inline]
+    pub fn find_block(&self, sought: SoughtBlock<'_>, group: GroupId) -> Option<BlockId> {
+        let mut entry = self.find(&words(sought.hash), tag(group))?;
+        if let Some(fingerprint) = sought.fingerprint {
+            while self.fingerprint[entry as usize] != fingerprint {
+                entry = Some(self.younger[entry as usize]).filter(|next| *next != 0)?;
+            }
+        }
+        Some(self.block_of(entry))
     }
 
     /// Whether the block carries this key, as its primary or as an alias.
@@ -203,14 +237,14 @@ impl PrefixMap {
 
     /// Gives a block a key: its primary if it has none, else an alias. A key that the block carries
     /// already is left alone.
-    pub fn insert(&mut self, block: BlockId, key: PrefixKey) {
+    pub fn insert(&mut self, block: BlockId, key: PrefixKey, fingerprint: Option<Fingerprint>) {
         debug_assert!(block != NULL_BLOCK, "I7: the null block cannot be keyed");
         if !self.is_cached(block) {
-            self.write(block.0, key);
+            self.write(block.0, key, fingerprint);
             self.link(block.0);
         } else if !self.contains(&key.hash, key.group, block) {
             let entry = self.new_alias(block);
-            self.write(entry, key);
+            self.write(entry, key, fingerprint);
             self.link(entry);
         }
     }
@@ -248,6 +282,7 @@ impl PrefixMap {
         self.hash.truncate(entries);
         self.group_tag.truncate(entries);
         self.covered_tokens.truncate(entries);
+        self.fingerprint.truncate(entries);
         self.younger.truncate(entries);
         self.older.truncate(entries);
         self.alias_block.clear();
@@ -297,6 +332,9 @@ impl PrefixMap {
             self.hash.push([0; 4]);
             self.group_tag.push(0);
             self.covered_tokens.push(0);
+            if !self.fingerprint.is_empty() {
+                self.fingerprint.push(Fingerprint(0));
+            }
             self.younger.push(0);
             self.older.push(0);
             self.alias_block.push(block);
@@ -316,11 +354,14 @@ impl PrefixMap {
     }
 
     #[inline]
-    fn write(&mut self, entry: u32, key: PrefixKey) {
+    fn write(&mut self, entry: u32, key: PrefixKey, fingerprint: Option<Fingerprint>) {
         let at = entry as usize;
         self.hash[at] = words(&key.hash);
         self.group_tag[at] = tag(key.group);
         self.covered_tokens[at] = key.covered_tokens;
+        if let Some(place) = self.fingerprint.get_mut(at) {
+            *place = fingerprint.unwrap_or_default();
+        }
     }
 
     /// Puts an entry at the end of the chain of its key.

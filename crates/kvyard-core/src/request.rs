@@ -3,7 +3,7 @@
 
 use crate::block_hash::BlockHash;
 use crate::error::{KVCacheError, Result};
-use crate::hashing::{BlockHasher, ExtraKeySource, MediaItem};
+use crate::hashing::{BlockHasher, ExtraKeySource, Fingerprint, FingerprintKey, MediaItem};
 use crate::request_view::{BlockContent, RequestCall, RequestStatus, RequestView};
 use std::sync::Arc;
 
@@ -19,6 +19,7 @@ pub struct Request {
     keys: Arc<ExtraKeySource>,
     hasher: Option<Arc<BlockHasher>>,
     block_hashes: Vec<BlockHash>,
+    fingerprints: Fingerprints,
     /// Where the request stands.
     pub status: RequestStatus,
     /// Tokens whose keys and values are computed or scheduled.
@@ -46,6 +47,7 @@ impl Request {
             keys,
             hasher,
             block_hashes: Vec::new(),
+            fingerprints: Fingerprints::default(),
             status: RequestStatus::Waiting,
             num_computed_tokens: 0,
             num_in_flight_tokens: 0,
@@ -138,6 +140,7 @@ impl Request {
         if let Some(hasher) = &self.hasher {
             self.block_hashes.truncate(num_tokens / hasher.hash_block_size());
         }
+        self.fingerprints.truncate(num_tokens);
         let kept = self.keys.media().partition_point(|item| (item.offset as usize) < num_tokens);
         if kept < self.keys.media().len() {
             self.keys = Arc::new(self.keys.with_media(self.keys.media()[..kept].to_vec())?);
@@ -177,6 +180,17 @@ impl Request {
         Ok(self.hash_complete_blocks())
     }
 
+    /// Makes the second fingerprints of its complete blocks of `block_size` tokens, for managers with
+    /// `verify_tokens` and that hash block size. Those that are there are kept.
+    pub fn make_fingerprints(&mut self, key: &FingerprintKey, block_size: usize) {
+        let Fingerprints { key: old, block_size: old_size, complete } = &mut self.fingerprints;
+        if (*old, *old_size) != (Some(*key), block_size) {
+            complete.clear();
+            (*old, *old_size) = (Some(*key), block_size);
+        }
+        key.extend(&self.token_ids, &self.keys, block_size, complete);
+    }
+
     /// Its counters.
     pub fn view(&self) -> RequestView {
         RequestView {
@@ -196,6 +210,7 @@ impl Request {
             request_id: &self.id,
             view: self.view(),
             block_hashes: &self.block_hashes,
+            fingerprints: &self.fingerprints.complete,
             content: with_content.then(|| BlockContent {
                 token_ids: &self.token_ids,
                 first_token: 0,
@@ -210,6 +225,20 @@ impl Request {
             hasher.extend(&self.token_ids, &self.keys, &mut self.block_hashes);
         }
         self.block_hashes.len() - before
+    }
+}
+
+/// Second fingerprints, of complete blocks.
+#[derive(Clone, Debug, Default)]
+struct Fingerprints {
+    key: Option<FingerprintKey>,
+    block_size: usize,
+    complete: Vec<Fingerprint>,
+}
+
+impl Fingerprints {
+    fn truncate(&mut self, num_tokens: usize) {
+        self.complete.truncate(num_tokens / self.block_size.max(1));
     }
 }
 

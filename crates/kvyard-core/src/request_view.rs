@@ -2,7 +2,7 @@
 //! (kvyard's `Request`, vLLM's, a batch) fills a view for each call.
 
 use crate::block_hash::BlockHash;
-use crate::hashing::ExtraKeySource;
+use crate::hashing::{ExtraKeySource, Fingerprint};
 
 /// Where a request stands; the order is vLLM's (`RequestStatus`, `v1/request.py`), so that
 /// "finished" is "greater than `Preempted`".
@@ -64,6 +64,8 @@ pub struct RequestCall<'a> {
     pub view: RequestView,
     /// Its block hashes at hash-block granularity; empty where caching is off.
     pub block_hashes: &'a [BlockHash],
+    /// The second fingerprints of the same blocks; needed where `verify_tokens` is on, else empty.
+    pub fingerprints: &'a [Fingerprint],
     /// Its tokens, while events are on.
     pub content: Option<BlockContent<'a>>,
 }

@@ -218,6 +218,8 @@ pub struct KVCacheManagerConfig {
     pub track_new_blocks: bool,
     /// Whether edits of rows are recorded.
     pub track_row_edits: bool,
+    /// Whether a hit must also agree in a second, keyed fingerprint of its tokens and extra keys.
+    pub verify_tokens: bool,
     /// Whose decisions.
     pub semantics: crate::semantics::Semantics,
 }
@@ -242,6 +244,7 @@ impl KVCacheManagerConfig {
             watermark: 0.0,
             track_new_blocks: true,
             track_row_edits: false,
+            verify_tokens: false,
             semantics: crate::semantics::Semantics::default(),
         }
     }

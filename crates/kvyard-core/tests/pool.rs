@@ -24,6 +24,7 @@ fn config(num_blocks: u32) -> BlockPoolConfig {
         enable_caching: true,
         hash_block_size: SIZE,
         enable_kv_cache_events: true,
+        verify_tokens: false,
         semantics: Semantics::vllm_0_25_1(),
     }
 }
@@ -316,7 +317,7 @@ fn the_earliest_surviving_copy_is_found() {
     // A hit may mix copies.
     let mut found = Vec::new();
     for hash in request.block_hashes() {
-        assert!(pool.get_cached_block(hash, &[GROUP], &mut found));
+        assert!(pool.get_cached_block(hash.into(), &[GROUP], &mut found));
     }
     assert_eq!(found, ids([3, 2]));
     // One removal, though copy 3 still serves the hash.
@@ -339,7 +340,7 @@ fn a_hash_is_found_only_if_every_group_has_it() {
     let (mut pool, request) = pool_with_a_free_cached_block();
     let hash = &request.block_hashes()[0];
     let mut found = ids([9]);
-    assert!(!pool.get_cached_block(hash, &[GROUP, GroupId(1)], &mut found));
+    assert!(!pool.get_cached_block(hash.into(), &[GROUP, GroupId(1)], &mut found));
     assert_eq!(found, ids([9]), "nothing is appended on a miss");
     let lease = take(&mut pool, 1);
     let call = request.call(true);
@@ -353,7 +354,7 @@ fn a_hash_is_found_only_if_every_group_has_it() {
         mask: BlockMask::All,
     })
     .unwrap();
-    assert!(pool.get_cached_block(hash, &[GroupId(1), GROUP], &mut found));
+    assert!(pool.get_cached_block(hash.into(), &[GroupId(1), GROUP], &mut found));
     assert_eq!(found, ids([9, 2, 1]));
 }
 

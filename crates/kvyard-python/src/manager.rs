@@ -20,7 +20,7 @@ use crate::metrics::KVCacheMetricsCollector;
 use crate::pool::{BlockPool, evicted_ids, invariant_error, state_digest, validate};
 use crate::request::RequestArgument;
 use crate::semantics::Semantics;
-use crate::shared::{Core, Shared};
+use crate::shared::{Core, Shared, fingerprint_key};
 
 /// Prefix-cache statistics since they were last taken, in tokens.
 #[pyclass(frozen, get_all, eq, module = "kvyard._kvyard")]
@@ -147,7 +147,7 @@ impl KVCacheManager {
         log_stats = false, enable_kv_cache_events = false, dcp_world_size = 1,
         pcp_world_size = 1, metrics_collector = None, watermark = 0.0,
         semantics = Semantics(kvyard_core::Semantics::corrected()), track_new_blocks = true,
-        retention_interval = None
+        retention_interval = None, verify_tokens = false
     ))]
     #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's KVCacheManager")]
     #[expect(clippy::fn_params_excessive_bools, reason = "the signature of vLLM's KVCacheManager")]
@@ -169,6 +169,7 @@ impl KVCacheManager {
         semantics: Semantics,
         track_new_blocks: bool,
         retention_interval: Option<i64>,
+        verify_tokens: bool,
     ) -> PyResult<Self> {
         let groups = groups(&kv_cache_config)?;
         let dcp_world_size = positive_number("dcp_world_size", dcp_world_size)?;
@@ -203,14 +204,17 @@ impl KVCacheManager {
             watermark,
             track_new_blocks,
             track_row_edits: false,
+            verify_tokens,
             semantics: semantics.0,
         };
         let residency = metrics_collector.as_ref().map(|metrics| metrics.get().start());
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
+        let fingerprint_key = verify_tokens.then(|| fingerprint_key(py)).transpose()?;
         let core = CoreManager::new(config, residency).or_python()?;
         let (empty, watermark_blocks) = (core.empty_kv_cache_blocks(), core.watermark_blocks());
-        let shared = Arc::new(Shared::new(Core::Manager(Box::new(core)), has_residency));
+        let shared =
+            Arc::new(Shared::new(Core::Manager(Box::new(core)), has_residency, fingerprint_key));
         let pool = BlockPool::over(shared.clone(), metrics_collector);
         let objects = pool.objects.clone();
         let empty = KVCacheBlocks { core: empty, objects: objects.clone() };

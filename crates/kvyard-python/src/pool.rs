@@ -80,13 +80,14 @@ impl BlockPool {
             enable_caching,
             hash_block_size: crate::config::positive_number("hash_block_size", hash_block_size)?,
             enable_kv_cache_events,
+            verify_tokens: false,
             semantics: semantics.0,
         };
         let residency = metrics_collector.as_ref().map(|metrics| metrics.get().start());
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
         let core = kvyard_core::BlockPool::new(config, residency).or_python()?;
-        let shared = Arc::new(Shared::new(Core::Pool(Box::new(core)), has_residency));
+        let shared = Arc::new(Shared::new(Core::Pool(Box::new(core)), has_residency, None));
         Ok(Self::over(shared, metrics_collector))
     }
 
@@ -163,7 +164,7 @@ impl BlockPool {
         let mut found = Vec::new();
         let complete = self
             .shared
-            .with(py, |core| core.pool().get_cached_block(&hash, &groups, &mut found))?;
+            .with(py, |core| core.pool().get_cached_block((&hash).into(), &groups, &mut found))?;
         if complete { self.objects.list(py, &found).map(Some) } else { Ok(None) }
     }
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use kvyard_core::hashing::{BlockHasher as CoreHasher, ExtraKeySource};
+use kvyard_core::hashing::{BlockHasher as CoreHasher, ExtraKeySource, Fingerprint};
 use kvyard_core::request_view::BlockContent;
 use kvyard_core::{
     BlockHash, Request as CoreRequest, RequestCall, RequestRow, RequestStatus, RequestView,
@@ -387,6 +387,7 @@ pub(crate) struct ForeignRequest {
     request_id: String,
     view: RequestView,
     block_hashes: Vec<BlockHash>,
+    fingerprints: Vec<Fingerprint>,
     token_ids: Vec<u32>,
     keys: Option<ExtraKeySource>,
 }
@@ -397,11 +398,19 @@ impl<'a, 'py> RequestArgument<'a, 'py> {
     pub(crate) fn new(request: &'a Bound<'py, PyAny>, shared: &Shared) -> PyResult<Self> {
         if let Ok(native) = request.cast::<Request>() {
             native.get().check_hasher(request.py(), shared)?;
+            if let Some(key) = &shared.fingerprint_key {
+                native.get().core().make_fingerprints(key, shared.hash_block_size as usize);
+            }
             return Ok(Self::Native(native));
         }
-        let events = shared.enable_kv_cache_events;
-        let (foreign, width) = ForeignRequest::read(request, shared.enable_caching, events)?;
+        let with_content = shared.enable_kv_cache_events || shared.fingerprint_key.is_some();
+        let (mut foreign, width) =
+            ForeignRequest::read(request, shared.enable_caching, with_content)?;
         shared.bind_hash_width(request.py(), width)?;
+        if let (Some(key), Some(keys)) = (&shared.fingerprint_key, &foreign.keys) {
+            let size = shared.hash_block_size as usize;
+            key.extend(&foreign.token_ids, keys, size, &mut foreign.fingerprints);
+        }
         Ok(Self::Foreign(Box::new(foreign)))
     }
 
@@ -495,7 +504,8 @@ impl ForeignRequest {
             (Vec::new(), None)
         };
         let request_id = request.getattr("request_id")?.extract()?;
-        Ok((Self { request_id, view, block_hashes, token_ids, keys }, width))
+        let fingerprints = Vec::new();
+        Ok((Self { request_id, view, block_hashes, fingerprints, token_ids, keys }, width))
     }
 
     fn call(&self) -> RequestCall<'_> {
@@ -503,6 +513,7 @@ impl ForeignRequest {
             request_id: &self.request_id,
             view: self.view,
             block_hashes: &self.block_hashes,
+            fingerprints: &self.fingerprints,
             content: self.keys.as_ref().map(|keys| BlockContent {
                 token_ids: &self.token_ids,
                 first_token: 0,

@@ -7,9 +7,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
 use kvyard_core::event_log::EventLog;
+use kvyard_core::hashing::FingerprintKey;
 use kvyard_core::{BlockPool, KVCacheError, KVCacheManager, Semantics};
 use pyo3::prelude::*;
-use pyo3::sync::MutexExt;
+use pyo3::sync::{MutexExt, PyOnceLock};
 
 use crate::error::{OrPython, PoisonedError};
 use crate::lease::OpenLeases;
@@ -78,6 +79,8 @@ pub(crate) struct Shared {
     /// Width of the hashes seen so far, 0 before the first.
     hash_width: AtomicUsize,
     pub(crate) semantics: Semantics,
+    /// Where hits are verified: the process's secret.
+    pub(crate) fingerprint_key: Option<FingerprintKey>,
     has_residency: bool,
     started: Instant,
 }
@@ -86,9 +89,14 @@ pub(crate) struct Shared {
 const DEFAULT_HASH_WIDTH: usize = 32;
 
 impl Shared {
-    pub(crate) fn new(core: Core, has_residency: bool) -> Self {
+    pub(crate) fn new(
+        core: Core,
+        has_residency: bool,
+        fingerprint_key: Option<FingerprintKey>,
+    ) -> Self {
         let config = *core.pool().config();
         Self {
+            fingerprint_key,
             pool_id: core.pool().id(),
             num_blocks: config.num_blocks,
             enable_caching: config.enable_caching,
@@ -200,6 +208,16 @@ impl Shared {
     }
 }
 
+/// The process's secret for second fingerprints, from the system's generator.
+pub(crate) fn fingerprint_key(py: Python<'_>) -> PyResult<FingerprintKey> {
+    static KEY: PyOnceLock<FingerprintKey> = PyOnceLock::new();
+    KEY.get_or_try_init(py, || {
+        let secret = py.import("os")?.call_method1("urandom", (16,))?.extract()?;
+        Ok(FingerprintKey::new(secret))
+    })
+    .copied()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -211,7 +229,7 @@ mod tests {
         let config = kvyard_core::KVCacheManagerConfig::new(6, 4, 64);
         let mut manager = KVCacheManager::new(config, None).unwrap();
         let lease = manager.pool_mut().get_new_blocks(2).unwrap();
-        let shared = Shared::new(Core::Manager(Box::new(manager)), false);
+        let shared = Shared::new(Core::Manager(Box::new(manager)), false, None);
         Python::initialize();
         Python::attach(|py| {
             let freed = shared.run(py, |core| core.pool_mut().free(lease));
@@ -236,10 +254,11 @@ mod tests {
             enable_caching: true,
             hash_block_size: 4,
             enable_kv_cache_events: false,
+            verify_tokens: false,
             semantics: Semantics::default(),
         };
         let pool = BlockPool::new(config, None).unwrap();
-        let shared = Shared::new(Core::Pool(Box::new(pool)), false);
+        let shared = Shared::new(Core::Pool(Box::new(pool)), false, None);
         Python::initialize();
         Python::attach(|py| {
             assert_eq!(shared.run(py, |core| core.pool().num_blocks()), Ok(4));

@@ -36,6 +36,7 @@ fn hash_all(pool: &mut kvyard_core::BlockPool) {
             request_id: "memory",
             view: RequestView::default(),
             block_hashes: &hashes,
+            fingerprints: &[],
             content: None,
         };
         let lease = pool.get_new_blocks(BATCH as usize).expect("blocks are free");

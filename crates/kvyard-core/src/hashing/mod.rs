@@ -17,10 +17,12 @@
 mod cbor;
 mod digest;
 mod extra_keys;
+mod fingerprint;
 mod hasher;
 mod pickle;
 
 pub use extra_keys::{ExtraKey, ExtraKeySource, Lora, MediaItem, PromptEmbeds, Text, Texts};
+pub use fingerprint::{Fingerprint, FingerprintKey};
 pub use hasher::BlockHasher;
 
 use crate::block_hash::BlockHash;

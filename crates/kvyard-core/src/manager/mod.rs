@@ -71,6 +71,7 @@ impl KVCacheManager {
                 enable_caching: config.enable_caching,
                 hash_block_size: config.hash_block_size,
                 enable_kv_cache_events: config.enable_kv_cache_events,
+                verify_tokens: config.verify_tokens,
                 semantics: config.semantics,
             },
             residency,

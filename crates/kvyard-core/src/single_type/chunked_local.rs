@@ -39,7 +39,7 @@ pub(crate) fn find_longest_cache_hit(
         hit.restart(first as usize);
         let end = hashes.len().min((max_length / lookup.block_size) as usize);
         let _ = (first as usize..end)
-            .take_while(|at| hit.push(pool, hashes.get(*at), lookup.groups))
+            .take_while(|at| hit.push(pool, hashes.sought(*at), lookup.groups))
             .count();
         hit.pop_until(|blocks| lookup.is_aligned(blocks), 0);
         let aligned = length(hit.num_blocks()) * lookup.block_size;

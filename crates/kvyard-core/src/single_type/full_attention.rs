@@ -16,7 +16,7 @@ pub(crate) fn find_longest_cache_hit(
 ) -> PrefixHit {
     let mut hit = PrefixHit::new(lookup.groups.len());
     let _ = (0..hashes.len().min(lookup.max_blocks()))
-        .take_while(|block| hit.push(pool, hashes.get(*block), lookup.groups))
+        .take_while(|block| hit.push(pool, hashes.sought(*block), lookup.groups))
         .count();
     hit.pop_until(|blocks| lookup.is_aligned(blocks), usize::from(lookup.drop_last));
     hit

@@ -1,8 +1,8 @@
 //! What a lookup asks of one group, or of several groups of one specification, and what it finds.
 
-use crate::block_hash::BlockHash;
 use crate::block_pool::BlockPool;
 use crate::id::{BlockId, GroupId, NULL_BLOCK};
+use crate::prefix_map::SoughtBlock;
 
 /// One question to the groups of one specification.
 #[derive(Clone, Copy, Debug)]
@@ -53,8 +53,13 @@ impl PrefixHit {
 
     /// Adds the next position; false, and nothing added, if any group misses.
     #[inline]
-    pub(crate) fn push(&mut self, pool: &BlockPool, hash: &BlockHash, groups: &[GroupId]) -> bool {
-        pool.get_cached_block(hash, groups, &mut self.columns)
+    pub(crate) fn push(
+        &mut self,
+        pool: &BlockPool,
+        sought: SoughtBlock<'_>,
+        groups: &[GroupId],
+    ) -> bool {
+        pool.get_cached_block(sought, groups, &mut self.columns)
     }
 
     pub(crate) fn num_blocks(&self) -> usize {

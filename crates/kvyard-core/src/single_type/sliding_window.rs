@@ -51,7 +51,7 @@ pub(crate) fn find_longest_cache_hit(
             break;
         };
         hit.restart(first);
-        match (first..=last).find(|at| !hit.push(pool, hashes.get(*at), lookup.groups)) {
+        match (first..=last).find(|at| !hit.push(pool, hashes.sought(*at), lookup.groups)) {
             None => {
                 if lookup.drop_last {
                     hit.pop_until(|blocks| lookup.is_aligned(blocks), 1);
@@ -74,7 +74,8 @@ fn prefix(
 ) -> PrefixHit {
     let mut hit = PrefixHit::new(lookup.groups.len());
     hit.restart(0);
-    let cached = (0..below).take_while(|at| hit.push(pool, hashes.get(*at), lookup.groups)).count();
+    let cached =
+        (0..below).take_while(|at| hit.push(pool, hashes.sought(*at), lookup.groups)).count();
     let blocks = (0..cached).rev().find(|last| is_edge(*last)).map_or(0, |last| last + 1);
     hit.truncate(blocks);
     hit.pop_until(|blocks| lookup.is_aligned(blocks), 0);

@@ -26,7 +26,7 @@ pub(crate) fn perform(replay: &mut Replay, name: &str, op: &Value) -> Value {
             let hash = BlockHash::from_digest(&from_hex(text(op, "hash")));
             let groups: Vec<_> = numbers(&op["group_ids"]).into_iter().map(GroupId).collect();
             let mut found = Vec::new();
-            let hit = pool(replay).get_cached_block(&hash, &groups, &mut found);
+            let hit = pool(replay).get_cached_block((&hash).into(), &groups, &mut found);
             json!({"blocks": hit.then(|| ids(&found))})
         }
         "pool.cache_full_blocks" => cache_full_blocks(replay, op),

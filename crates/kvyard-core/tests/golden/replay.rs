@@ -347,6 +347,7 @@ fn driven_pool(config: &Value, semantics: Semantics) -> Driven {
         enable_caching: flag(arguments, "enable_caching"),
         hash_block_size: number(arguments, "hash_block_size"),
         enable_kv_cache_events: flag(arguments, "enable_kv_cache_events"),
+        verify_tokens: false,
         semantics,
     };
     let pool = BlockPool::new(pool, None).unwrap();

@@ -2,6 +2,7 @@
 //! cases C03 and C05, and what requests do to their hashes.
 
 mod extra_keys;
+mod fingerprints;
 mod requests;
 mod vectors;
 
