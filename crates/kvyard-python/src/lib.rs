@@ -19,7 +19,7 @@ mod semantics;
 mod shared;
 
 /// The compiled part of kvyard.
-#[pyo3::pymodule]
+#[pyo3::pymodule(gil_used = false)]
 mod _kvyard {
     #[pymodule_export]
     use crate::blocks::{KVCacheBlock, KVCacheBlocks};

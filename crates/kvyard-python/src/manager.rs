@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use kvyard_core::stats::PrefixCacheStats as CoreStats;
 use kvyard_core::{
-    AllocateSlots, AttentionKind, BlockId, KVCacheBlocks as CoreBlocks, KVCacheGroupSpec,
-    KVCacheManager as CoreManager, KVCacheManagerConfig,
+    AllocateSlots, AttentionKind, BlockId, CacheHit as CoreHit, KVCacheBlocks as CoreBlocks,
+    KVCacheGroupSpec, KVCacheManager as CoreManager, KVCacheManagerConfig,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
@@ -136,6 +136,14 @@ impl KVCacheManager {
     fn with<R>(&self, py: Python<'_>, work: impl FnOnce(&mut CoreManager) -> R) -> PyResult<R> {
         self.shared.with(py, |core| work(core.manager()))
     }
+
+    fn look_up(&self, request: &Bound<'_, PyAny>) -> PyResult<CoreHit> {
+        let py = request.py();
+        RequestArgument::new(request, &self.shared)?.with(|call, _| {
+            let size = call.block_hashes.len();
+            self.shared.with_sized(py, size, |core| core.manager().lookup(call))
+        })
+    }
 }
 
 #[pymethods]
@@ -211,7 +219,7 @@ impl KVCacheManager {
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
         let fingerprint_key = verify_tokens.then(|| fingerprint_key(py)).transpose()?;
-        let core = CoreManager::new(config, residency).or_python()?;
+        let core = py.detach(|| CoreManager::new(config, residency)).or_python()?;
         let (empty, watermark_blocks) = (core.empty_kv_cache_blocks(), core.watermark_blocks());
         let shared =
             Arc::new(Shared::new(Core::Manager(Box::new(core)), has_residency, fingerprint_key));
@@ -262,22 +270,18 @@ impl KVCacheManager {
         &self,
         request: &Bound<'_, PyAny>,
     ) -> PyResult<(Py<KVCacheBlocks>, u32)> {
-        let py = request.py();
-        let hit = RequestArgument::new(request, &self.shared)?
-            .with(|call, _| self.with(py, |manager| manager.lookup(call)))?;
-        Ok((self.wrap(py, hit.blocks)?, hit.num_tokens))
+        let hit = self.look_up(request)?;
+        Ok((self.wrap(request.py(), hit.blocks)?, hit.num_tokens))
     }
 
     /// As `get_computed_blocks`, with all that a lookup finds.
     fn lookup(&self, request: &Bound<'_, PyAny>) -> PyResult<CacheHit> {
-        let py = request.py();
-        let hit = RequestArgument::new(request, &self.shared)?
-            .with(|call, _| self.with(py, |manager| manager.lookup(call)))?;
+        let hit = self.look_up(request)?;
         Ok(CacheHit {
             epoch: hit.epoch(),
             num_tokens: hit.num_tokens,
             num_uncached_common_prefix_tokens: hit.num_uncached_common_prefix_tokens,
-            blocks: self.wrap(py, hit.blocks)?,
+            blocks: self.wrap(request.py(), hit.blocks)?,
         })
     }
 
@@ -290,7 +294,10 @@ impl KVCacheManager {
         let py = request.py();
         let max_length = count("max_cache_hit_length", max_cache_hit_length)?;
         let (blocks, lengths) = RequestArgument::new(request, &self.shared)?.with(|call, _| {
-            self.with(py, |manager| manager.find_longest_cache_hit_per_group(call, max_length))
+            let size = call.block_hashes.len();
+            self.shared.with_sized(py, size, |core| {
+                core.manager().find_longest_cache_hit_per_group(call, max_length)
+            })
         })?;
         Ok((self.wrap(py, blocks)?, lengths))
     }
@@ -354,7 +361,11 @@ impl KVCacheManager {
                 reserved_blocks,
                 has_scheduled_reqs,
             };
-            self.shared.try_with(py, |core| {
+            let tokens = num_new_tokens
+                .saturating_add(num_new_computed_tokens)
+                .saturating_add(num_external_computed_tokens);
+            let size = (tokens / self.shared.hash_block_size) as usize;
+            let allocated = self.shared.with_sized(py, size, |core| {
                 let manager = core.manager();
                 let blocks = manager.allocate_slots(&slots)?;
                 let row = match row_hint {
@@ -362,7 +373,8 @@ impl KVCacheManager {
                     None => manager.request_row(call.request_id),
                 };
                 Ok((blocks, row))
-            })
+            })?;
+            allocated.or_python()
         })?;
         request.set_row_hint(row);
         blocks.map(|blocks| self.wrap(py, blocks)).transpose()
@@ -448,7 +460,8 @@ impl KVCacheManager {
 
     /// Forgets the prefix cache, if no block is held. Whether it did.
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<bool> {
-        self.shared.try_with(py, |core| core.manager().reset_prefix_cache())
+        let size = self.shared.num_blocks as usize;
+        self.shared.with_sized(py, size, |core| core.manager().reset_prefix_cache())?.or_python()
     }
 
     /// A list a group: how many leading blocks of a request all tracked requests share.
@@ -526,8 +539,9 @@ impl KVCacheManager {
     #[pyo3(signature = (budget = 1000))]
     fn audit(&self, py: Python<'_>, budget: i64) -> PyResult<u64> {
         let budget = count("budget", budget)? as usize;
+        // A unit is a memory access, of which a block takes several.
         self.shared
-            .run(py, |core| core.manager().audit(budget))
+            .run_sized(py, budget / 64, |core| core.manager().audit(budget))
             .map_err(|violation| invariant_error(py, &self.shared, &violation))?
             .or_python()
     }

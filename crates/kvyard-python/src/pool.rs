@@ -68,6 +68,7 @@ impl BlockPool {
         metrics_collector = None, semantics = Semantics(kvyard_core::Semantics::corrected())
     ))]
     fn new(
+        py: Python<'_>,
         num_gpu_blocks: &Bound<'_, PyAny>,
         enable_caching: bool,
         hash_block_size: i64,
@@ -86,7 +87,7 @@ impl BlockPool {
         let residency = metrics_collector.as_ref().map(|metrics| metrics.get().start());
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
-        let core = kvyard_core::BlockPool::new(config, residency).or_python()?;
+        let core = py.detach(|| kvyard_core::BlockPool::new(config, residency)).or_python()?;
         let shared = Arc::new(Shared::new(Core::Pool(Box::new(core)), has_residency, None));
         Ok(Self::over(shared, metrics_collector))
     }
@@ -237,10 +238,11 @@ impl BlockPool {
         num_blocks: i64,
     ) -> PyResult<Bound<'py, PyList>> {
         let wanted = count("num_blocks", num_blocks)? as usize;
-        let ids = self.shared.try_with(py, |core| {
+        let taken = self.shared.with_sized(py, wanted, |core| {
             let lease = core.pool_mut().get_new_blocks(wanted)?;
             core.pool_mut().dissolve(lease).map_err(|(error, _)| error)
-        })?;
+        });
+        let ids = taken?.or_python()?;
         self.objects.list(py, &ids)
     }
 
@@ -266,7 +268,7 @@ impl BlockPool {
         };
         let Some((lease, reversed)) = leased else {
             let ids = self.objects.ids(ordered_blocks)?;
-            let freed = self.shared.with(py, |core| {
+            let freed = self.shared.with_sized(py, ids.len(), |core| {
                 core.pool_mut().free_counted(&ids).map_err(|error| core.with_owners(error))
             })?;
             return freed.map_err(|error| to_python(&self.shared.open_leases().with_owners(error)));
@@ -285,7 +287,8 @@ impl BlockPool {
 
     /// Forgets the prefix cache, if no block is held. Whether it did.
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<bool> {
-        self.shared.try_with(py, |core| core.pool_mut().reset_prefix_cache())
+        let size = self.shared.num_blocks as usize;
+        self.shared.with_sized(py, size, |core| core.pool_mut().reset_prefix_cache())?.or_python()
     }
 
     /// Free blocks, cached ones included.
@@ -323,7 +326,8 @@ pub(crate) fn validate(py: Python<'_>, shared: &Shared) -> PyResult<()> {
         Core::Pool(pool) => pool.validate(),
         Core::Manager(manager) => manager.validate(),
     };
-    shared.run(py, check).map_err(|violation| invariant_error(py, shared, &violation))
+    let size = shared.num_blocks as usize;
+    shared.run_sized(py, size, check).map_err(|violation| invariant_error(py, shared, &violation))
 }
 
 /// The error for a broken invariant, with the report on it.
@@ -336,7 +340,7 @@ pub(crate) fn invariant_error(py: Python<'_>, shared: &Shared, violation: &str) 
 }
 
 pub(crate) fn state_digest(py: Python<'_>, shared: &Shared) -> PyResult<String> {
-    shared.with(py, |core| {
+    shared.with_sized(py, shared.num_blocks as usize, |core| {
         let digest = match core {
             Core::Pool(pool) => pool.state_digest(),
             Core::Manager(manager) => manager.state_digest(),

@@ -14,7 +14,7 @@ use pyo3::types::{PyBytes, PyString};
 use crate::convert::{self, KeyParts, count, token_ids};
 use crate::error::{ConfigError, OrPython, invalid_argument};
 use crate::hashing::BlockHasher;
-use crate::shared::{Shared, lock};
+use crate::shared::{LONG, Shared, lock};
 
 /// No row was seen yet.
 const NO_ROW: u32 = u32::MAX;
@@ -106,6 +106,7 @@ impl Request {
     ))]
     #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's Request")]
     fn new(
+        py: Python<'_>,
         request_id: &str,
         prompt_token_ids: Option<&Bound<'_, PyAny>>,
         sampling_params: Option<Bound<'_, PyAny>>,
@@ -149,7 +150,9 @@ impl Request {
         };
         let keys = Arc::new(parts.source()?);
         let hasher = block_hasher.map(|hasher| hasher.get().0.clone());
-        let mut core = CoreRequest::new(request_id, prompt, keys, hasher.clone());
+        let mut core = hash_detached(py, prompt.len(), || {
+            CoreRequest::new(request_id, prompt, keys, hasher.clone())
+        });
         core.skip_reading_prefix_cache = skip;
         Ok(Self {
             hasher,
@@ -317,7 +320,8 @@ impl Request {
             prompt_embeds_mask: None,
         };
         let media = parts.source()?.media().to_vec();
-        self.core().extend_prompt(&tokens, media).or_python()?;
+        let extend = || self.core().extend_prompt(&tokens, media);
+        hash_detached(token_ids.py(), tokens.len(), extend).or_python()?;
         Ok(())
     }
 
@@ -331,6 +335,11 @@ impl Request {
             status_name(core.status)
         )
     }
+}
+
+/// Hashes without the interpreter lock if there is much to hash.
+fn hash_detached<R: Send>(py: Python<'_>, num_tokens: usize, work: impl FnOnce() -> R + Send) -> R {
+    if num_tokens < 16 * LONG { work() } else { py.detach(work) }
 }
 
 fn skips_prefix_cache(
@@ -409,7 +418,8 @@ impl<'a, 'py> RequestArgument<'a, 'py> {
         shared.bind_hash_width(request.py(), width)?;
         if let (Some(key), Some(keys)) = (&shared.fingerprint_key, &foreign.keys) {
             let size = shared.hash_block_size as usize;
-            key.extend(&foreign.token_ids, keys, size, &mut foreign.fingerprints);
+            let (tokens, made) = (&foreign.token_ids, &mut foreign.fingerprints);
+            hash_detached(request.py(), tokens.len(), || key.extend(tokens, keys, size, made));
         }
         Ok(Self::Foreign(Box::new(foreign)))
     }

@@ -65,6 +65,10 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     }
 }
 
+/// Blocks from which on work counts as long: some 100 microseconds. To give the interpreter lock away
+/// and to get it back costs more than a short call, and may cost a switch interval of 5 milliseconds.
+pub(crate) const LONG: usize = 1024;
+
 /// What all Python objects of one pool share.
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -134,13 +138,35 @@ impl Shared {
         py: Python<'_>,
         work: impl FnOnce(&mut Core) -> R,
     ) -> Result<R, String> {
+        // Wait without the interpreter lock, so that the holder can finish.
+        let core = match self.core.try_lock() {
+            Err(TryLockError::WouldBlock) => self.core.lock_py_attached(py).ok(),
+            tried => tried.ok(),
+        };
+        self.run_locked(core, work)
+    }
+
+    /// As `run`, for work that takes long if `size` is large: then other threads run Python meanwhile.
+    #[inline]
+    pub(crate) fn run_sized<R: Send>(
+        &self,
+        py: Python<'_>,
+        size: usize,
+        work: impl FnOnce(&mut Core) -> R + Send,
+    ) -> Result<R, String> {
+        if size < LONG {
+            return self.run(py, work);
+        }
+        py.detach(|| self.run_locked(self.core.lock().ok(), work))
+    }
+
+    fn run_locked<R>(
+        &self,
+        core: Option<MutexGuard<'_, Core>>,
+        work: impl FnOnce(&mut Core) -> R,
+    ) -> Result<R, String> {
         let outcome = catch_unwind(AssertUnwindSafe(|| {
-            let mut core = match self.core.try_lock() {
-                Ok(core) => core,
-                Err(TryLockError::Poisoned(_)) => return None,
-                // Wait without the interpreter lock, so that the holder can finish.
-                Err(TryLockError::WouldBlock) => self.core.lock_py_attached(py).ok()?,
-            };
+            let mut core = core?;
             if self.has_residency {
                 let now = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
                 if let Some(residency) = core.pool_mut().residency_mut() {
@@ -163,6 +189,17 @@ impl Shared {
                 Err(text.unwrap_or("the core panicked").to_owned())
             }
         }
+    }
+
+    /// As `with`, see `run_sized`.
+    #[inline]
+    pub(crate) fn with_sized<R: Send>(
+        &self,
+        py: Python<'_>,
+        size: usize,
+        work: impl FnOnce(&mut Core) -> R + Send,
+    ) -> PyResult<R> {
+        self.run_sized(py, size, work).map_err(PoisonedError::new_err)
     }
 
     /// The report on a broken invariant; also of a core that is poisoned. None for a pool by itself.
