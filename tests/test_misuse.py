@@ -351,11 +351,21 @@ def test_unknown_requests() -> None:  # 32 to 34
     assert world.digests() == before
 
 
-def test_reset_while_in_use() -> None:  # 41
+def test_reset_while_in_use(caplog: pytest.LogCaptureFixture) -> None:  # 41
     world = World()
     before = world.digests()
     assert world.manager.reset_prefix_cache() is False
     assert world.digests() == before
+    manager = make_manager(12)
+    for name, tokens in [("a", range(5)), ("b", range(100, 109))]:
+        admit(manager, make_request(name, tokens))
+    manager.block_pool.get_new_blocks(2)
+    caplog.clear()
+    assert manager.reset_prefix_cache() is False
+    assert caplog.messages == [
+        "the prefix cache was not reset: 7 blocks are in use: "
+        'request "a" holds 2, request "b" holds 3, 2 are handed out'
+    ]
 
 
 def test_a_block_freed_by_one_holder_stays_with_the_other() -> None:
@@ -430,6 +440,43 @@ def test_configuration(named: str, arguments: dict[str, Any]) -> None:
     config = helpers.cache_config(arguments.pop("num_blocks"), arguments.pop("spec"))
     with pytest.raises(kvyard.ConfigError, match=named):
         kvyard.KVCacheManager(config, **arguments)
+
+
+WINDOW = kvyard.SlidingWindowSpec(block_size=4, sliding_window=8, **helpers.ATTENTION)
+CROSS = kvyard.CrossAttentionSpec(block_size=4, **helpers.ATTENTION)
+
+
+@pytest.mark.parametrize(
+    ("named", "specs", "arguments"),
+    [
+        ("context.parallel", [helpers.full(4), WINDOW], {"dcp_world_size": 2}),  # 6
+        ("retention_interval", [helpers.full(4), WINDOW], {"retention_interval": -1}),  # 7
+        ("retention_interval", [helpers.full(4), WINDOW], {"retention_interval": 6}),
+        ("retention_interval", [helpers.full(4)], {"retention_interval": 8}),
+        ("cross.attention", [helpers.full(4), CROSS], {}),  # 55
+    ],
+)
+def test_configuration_of_groups(
+    named: str, specs: list[kvyard.KVCacheSpec], arguments: dict[str, Any]
+) -> None:
+    config = helpers.cache_config(20, *specs)
+    with pytest.raises(kvyard.ConfigError, match=f"(?i){named}"):
+        kvyard.KVCacheManager(config, max_model_len=64, **arguments)
+
+
+def test_sinks_work() -> None:  # 8, 42
+    """0.25.1 cannot construct the manager, and could never reset it."""
+    spec = kvyard.SinkFullAttentionSpec(block_size=4, sink_len=8, **helpers.ATTENTION)
+    manager = make_manager(10, spec)
+    assert manager.block_pool.get_num_free_blocks() == 7
+    request = make_request("a", range(9))
+    admit(manager, request)
+    assert manager.get_block_ids("a") == ([3, 4, 5],)
+    assert manager.reset_prefix_cache() is False
+    manager.free(request)
+    assert manager.reset_prefix_cache() is True
+    assert manager.get_computed_blocks(make_request("b", range(9)))[1] == 0
+    manager.validate()
 
 
 @pytest.mark.parametrize("rate", [0.0, -0.5, 1.5, float("nan")])  # 53

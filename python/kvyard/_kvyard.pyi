@@ -961,7 +961,10 @@ class KVCacheManager:
             InvalidArgumentError: Hashes or blocks are missing.
         """
     def reset_prefix_cache(self) -> bool:
-        """Forget all keys; False, and nothing done, while any block is held."""
+        """Forget all keys; False, and nothing done, while any block is held.
+
+        Then a warning of the logger "kvyard" says who holds what.
+        """
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Per group, leading blocks that all requests share with this one; 0 if it is unknown."""
     def take_events(self) -> list[KVCacheEvent]:

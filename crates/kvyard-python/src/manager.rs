@@ -458,10 +458,19 @@ impl KVCacheManager {
         })
     }
 
-    /// Forgets the prefix cache, if no block is held. Whether it did.
+    /// Forgets the prefix cache, if no block is held. Whether it did; if not, a warning is logged that
+    /// says who holds what.
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<bool> {
         let size = self.shared.num_blocks as usize;
-        self.shared.with_sized(py, size, |core| core.manager().reset_prefix_cache())?.or_python()
+        let reset = self.shared.with_sized(py, size, |core| core.manager().reset_prefix_cache())?;
+        let done = reset.or_python()?;
+        if !done {
+            let holders = self.with(py, |manager| manager.describe_holders())?;
+            let logger = py.import("logging")?.call_method1("getLogger", ("kvyard",))?;
+            let text = "the prefix cache was not reset: %s";
+            logger.call_method1("warning", (text, holders))?;
+        }
+        Ok(done)
     }
 
     /// A list a group: how many leading blocks of a request all tracked requests share.

@@ -53,6 +53,31 @@ impl KVCacheManager {
         json
     }
 
+    /// Who holds blocks, in one line: why a reset was refused.
+    pub fn describe_holders(&self) -> String {
+        /// Requests named at most.
+        const NAMED: usize = 8;
+        let held = |row| {
+            let groups = (0..self.managers.len()).map(GroupId::from_index);
+            let blocks = groups.flat_map(|group| self.tables.row(row, group));
+            blocks.filter(|block| !block.is_null()).count()
+        };
+        let mut requests = self.requests.iter();
+        let named = requests.by_ref().take(NAMED);
+        let mut holders: Vec<_> =
+            named.map(|(row, name)| format!("request {name:?} holds {}", held(row))).collect();
+        match requests.count() {
+            0 => {}
+            more => holders.push(format!("{more} more requests")),
+        }
+        let outside = self.pool.handed_out.iter().filter(|count| **count > 0).count();
+        if outside > 0 {
+            holders.push(format!("{outside} are handed out"));
+        }
+        let in_use = self.pool.num_usable_blocks() as usize - self.pool.num_free_blocks();
+        format!("{in_use} blocks are in use: {}", holders.join(", "))
+    }
+
     fn report_block(&self, json: &mut String, block: BlockId) {
         let (pool, at) = (&self.pool, block.index());
         json.push_str("{\"block\":");
