@@ -10,6 +10,7 @@ BASES: dict[type[kvyard.KVCacheError], tuple[type[Exception], ...]] = {
     kvyard.PlanningError: (kvyard.ConfigError, NotImplementedError),
     kvyard.InsufficientMemoryError: (kvyard.ConfigError,),
     kvyard.InvalidArgumentError: (kvyard.KVCacheError, ValueError, AssertionError),
+    kvyard.EventDecodeError: (kvyard.KVCacheError, ValueError),
     kvyard.OutOfBlocksError: (kvyard.KVCacheError, ValueError),
     kvyard.UnknownRequestError: (kvyard.KVCacheError, KeyError),
     kvyard.OwnershipError: (kvyard.KVCacheError, RuntimeError),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, final, overload
 
-from kvyard.events import KVCacheEvent
+from kvyard.events import KVCacheEvent, KVEventBatch
 
 __all__ = [
     "BlockHasher",
@@ -23,6 +23,8 @@ __all__ = [
     "PrefixCacheStats",
     "Request",
     "Semantics",
+    "decode_batch",
+    "encode_batch",
     "hash_block_tokens",
 ]
 
@@ -158,6 +160,34 @@ class HashFunction:
         """
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+def decode_batch(payload: bytes) -> KVEventBatch:
+    """The events in a payload of vLLM 0.25 or 0.33, SGLang or kvyard.
+
+    Events may be maps or arrays, hashes ints of either sign (answered as the unsigned int of the
+    same bits) or bytes. Unknown fields and events of unknown types are left out.
+
+    Raises:
+        EventDecodeError: It is no batch of events.
+    """
+
+def encode_batch(
+    events: Iterable[object],
+    ts: float,
+    data_parallel_rank: int | None = 0,
+    wire_format: str = "router",
+) -> bytes:
+    """Event objects, a connector's own say, as one msgpack payload.
+
+    Args:
+        events: Events of kvyard, or of vLLM: classes of the same names and fields.
+        ts: Seconds since the epoch.
+        data_parallel_rank: The engine's rank; None only in vLLM's formats, which say nil then.
+        wire_format: A `kvyard.events.WireFormat`. Only `router` writes a `cache_salt`.
+
+    Raises:
+        InvalidArgumentError: No such format, a missing rank, or a field of a wrong type.
+    """
 
 def hash_block_tokens(
     hash_function: HashFunction,
@@ -660,6 +690,25 @@ class BlockPool:
         """Held blocks as a share of all but the null block, 0 to 1."""
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call, oldest first, without the group's kind."""
+    def take_event_batch(
+        self,
+        wire_format: str = "router",
+        data_parallel_rank: int | None = 0,
+        ts: float | None = None,
+    ) -> bytes | None:
+        """The events since the last call as one msgpack payload; None if there are none.
+
+        What `take_events` answers, encoded without Python objects; whichever of the two is called
+        takes the events. Other threads can run meanwhile where there are many.
+
+        Args:
+            wire_format: A `kvyard.events.WireFormat`.
+            data_parallel_rank: The engine's rank; None only in vLLM's formats, which say nil then.
+            ts: Seconds since the epoch; None: now.
+
+        Raises:
+            InvalidArgumentError: No such format, or no rank where routers need one.
+        """
     def validate(self) -> None:
         """Check every invariant; for tests, it walks all blocks.
 
@@ -936,6 +985,25 @@ class KVCacheManager:
         """Per group, leading blocks that all requests share with this one; 0 if it is unknown."""
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call, oldest first, with each group's kind."""
+    def take_event_batch(
+        self,
+        wire_format: str = "router",
+        data_parallel_rank: int | None = 0,
+        ts: float | None = None,
+    ) -> bytes | None:
+        """The events since the last call as one msgpack payload; None if there are none.
+
+        What `take_events` answers, encoded without Python objects; whichever of the two is called
+        takes the events. Other threads can run meanwhile where there are many.
+
+        Args:
+            wire_format: A `kvyard.events.WireFormat`.
+            data_parallel_rank: The engine's rank; None only in vLLM's formats, which say nil then.
+            ts: Seconds since the epoch; None: now.
+
+        Raises:
+            InvalidArgumentError: No such format, or no rank where routers need one.
+        """
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """A snapshot of a request's table; the shared empty object if it is unknown."""
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:

@@ -40,6 +40,10 @@ class InvalidArgumentError(KVCacheError, ValueError, AssertionError):
     """An argument of a call is wrong: a negative count, an unknown id, a mask of wrong length."""
 
 
+class EventDecodeError(KVCacheError, ValueError):
+    """A payload is no batch of KV events; the message says at which byte, and what is expected."""
+
+
 class OutOfBlocksError(KVCacheError, ValueError):
     """More blocks were demanded of the pool than it has free."""
 

@@ -30,8 +30,15 @@ struct Record {
     extras_end: usize,
     parent: Option<BlockHash>,
     block_size: u32,
-    /// Position in `adapters` + 1; 0: none.
-    adapter: u32,
+    /// Position in `origins` + 1; 0: none.
+    origin: u32,
+}
+
+/// What a whole request adds to its tokens.
+#[derive(Clone, Debug)]
+struct Origin {
+    adapter: Option<EventAdapter>,
+    cache_salt: Option<Arc<str>>,
 }
 
 /// The adapter that a store belongs to.
@@ -58,6 +65,8 @@ pub enum KVCacheEvent<'a> {
         block_size: u32,
         /// The adapter, if any.
         adapter: Option<&'a EventAdapter>,
+        /// The request's salt, if any, also where the span does not hold the first block.
+        cache_salt: Option<&'a str>,
         /// For each hash the extra keys of its block; empty if no block has any.
         extra_keys: &'a [Vec<ExtraKey>],
         /// The group.
@@ -82,7 +91,7 @@ pub struct EventLog {
     hashes: Vec<BlockHash>,
     tokens: Vec<u32>,
     extras: Vec<Vec<ExtraKey>>,
-    adapters: Vec<EventAdapter>,
+    origins: Vec<Origin>,
 }
 
 /// How much one call may add to the log. What a call does in several places is added up first: room
@@ -122,6 +131,11 @@ impl EventLog {
         self.records.len()
     }
 
+    /// How many token ids are waiting: most of what a reader of the log has to copy.
+    pub fn num_token_ids(&self) -> usize {
+        self.tokens.len()
+    }
+
     /// Whether no change is waiting.
     pub fn is_empty(&self) -> bool {
         self.records.is_empty()
@@ -137,7 +151,7 @@ impl EventLog {
             self.hashes.try_reserve(wanted.hashes)?;
             self.tokens.try_reserve(wanted.tokens)?;
             self.extras.try_reserve(wanted.hashes)?;
-            self.adapters.try_reserve(wanted.records)?;
+            self.origins.try_reserve(wanted.records)?;
         }
         Ok(())
     }
@@ -156,7 +170,7 @@ impl EventLog {
         self.hashes.clear();
         self.tokens.clear();
         self.extras.clear();
-        self.adapters.clear();
+        self.origins.clear();
     }
 
     /// The waiting changes, oldest first.
@@ -168,6 +182,7 @@ impl EventLog {
         );
         self.records.iter().zip(starts).map(|(record, (hashes, tokens, extras))| {
             let block_hashes = &self.hashes[hashes..record.hashes_end];
+            let origin = (record.origin as usize).checked_sub(1).map(|at| &self.origins[at]);
             match record.kind {
                 Kind::Cleared => KVCacheEvent::AllBlocksCleared,
                 Kind::Removed => KVCacheEvent::BlockRemoved { block_hashes, group: record.group },
@@ -176,9 +191,8 @@ impl EventLog {
                     parent_block_hash: record.parent,
                     token_ids: &self.tokens[tokens..record.tokens_end],
                     block_size: record.block_size,
-                    adapter: (record.adapter as usize)
-                        .checked_sub(1)
-                        .map(|adapter| &self.adapters[adapter]),
+                    adapter: origin.and_then(|origin| origin.adapter.as_ref()),
+                    cache_salt: origin.and_then(|origin| origin.cache_salt.as_deref()),
                     extra_keys: &self.extras[extras..record.extras_end],
                     group: record.group,
                 },
@@ -228,12 +242,17 @@ impl EventLog {
     ) {
         let first = content.first_token;
         self.tokens.extend_from_slice(&content.token_ids[span.start - first..span.end - first]);
-        let mut adapter = 0;
-        if let Some(lora) = content.keys.lora() {
-            self.adapters.push(EventAdapter { id: lora.id, name: lora.name.text.clone() });
-            adapter = u32::try_from(self.adapters.len()).expect("adapters are bounded by records");
+        let (lora, salt) = (content.keys.lora(), content.keys.cache_salt());
+        let mut origin = 0;
+        if lora.is_some() || salt.is_some() {
+            self.origins.push(Origin {
+                adapter: lora
+                    .map(|lora| EventAdapter { id: lora.id, name: lora.name.text.clone() }),
+                cache_salt: salt.map(|salt| salt.text.clone()),
+            });
+            origin = u32::try_from(self.origins.len()).expect("origins are bounded by records");
         }
-        self.push(Kind::Stored, group, parent, block_size, adapter);
+        self.push(Kind::Stored, group, parent, block_size, origin);
     }
 
     fn push(
@@ -242,7 +261,7 @@ impl EventLog {
         group: GroupId,
         parent: Option<BlockHash>,
         block_size: u32,
-        adapter: u32,
+        origin: u32,
     ) {
         self.records.push(Record {
             kind,
@@ -252,7 +271,7 @@ impl EventLog {
             extras_end: self.extras.len(),
             parent,
             block_size,
-            adapter,
+            origin,
         });
     }
 }

@@ -8,6 +8,7 @@ mod blocks;
 mod config;
 mod convert;
 mod error;
+mod event_batch;
 mod events;
 mod hashing;
 mod manager;
@@ -22,6 +23,8 @@ mod shared;
 mod _kvyard {
     #[pymodule_export]
     use crate::blocks::{BlockLease, BlockLeaseIterator, KVCacheBlock, KVCacheBlocks};
+    #[pymodule_export]
+    use crate::event_batch::{decode_batch, encode_batch};
     #[pymodule_export]
     use crate::hashing::{BlockHasher, HashFunction, hash_block_tokens};
     #[pymodule_export]

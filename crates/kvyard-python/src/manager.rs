@@ -8,12 +8,13 @@ use kvyard_core::{
     KVCacheManager as CoreManager, KVCacheManagerConfig,
 };
 use pyo3::prelude::*;
-use pyo3::types::{PyString, PyTuple};
+use pyo3::types::{PyBytes, PyString, PyTuple};
 
 use crate::blocks::{BlockLease, BlockObjects, KVCacheBlocks, id_lists};
 use crate::config::{config_count, groups, positive, positive_number};
 use crate::convert::count;
 use crate::error::OrPython;
+use crate::event_batch::{BatchHeader, take_event_batch};
 use crate::events::{take_events, use_int_block_hashes};
 use crate::metrics::KVCacheMetricsCollector;
 use crate::pool::{BlockPool, evicted_ids, state_digest, validate};
@@ -445,6 +446,19 @@ impl KVCacheManager {
     /// The changes of the prefix cache since the last call, oldest first.
     fn take_events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
         take_events(py, &self.shared, &self.kinds, self.use_int_block_hashes)
+    }
+
+    /// The same as one finished payload; None if nothing changed.
+    #[pyo3(signature = (wire_format = "router", data_parallel_rank = Some(0), ts = None))]
+    fn take_event_batch<'py>(
+        &self,
+        py: Python<'py>,
+        wire_format: &str,
+        data_parallel_rank: Option<i64>,
+        ts: Option<f64>,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let header = BatchHeader::new(wire_format, data_parallel_rank, ts)?;
+        take_event_batch(py, &self.shared, &self.kinds, self.use_int_block_hashes, &header)
     }
 
     /// A snapshot of a request's blocks.

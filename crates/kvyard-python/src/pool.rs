@@ -13,6 +13,8 @@ use crate::blocks::{
 };
 use crate::convert::{block_hash, count};
 use crate::error::{OrPython, invalid_argument};
+use crate::event_batch::{BatchHeader, take_event_batch};
+use crate::events::use_int_block_hashes;
 use crate::metrics::KVCacheMetricsCollector;
 use crate::request::RequestArgument;
 use crate::semantics::Semantics;
@@ -298,6 +300,19 @@ impl BlockPool {
     /// The changes since the last call, oldest first.
     fn take_events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
         crate::events::take_pool_events(py, &self.shared)
+    }
+
+    /// The same as one finished payload; None if nothing changed.
+    #[pyo3(signature = (wire_format = "router", data_parallel_rank = Some(0), ts = None))]
+    fn take_event_batch<'py>(
+        &self,
+        py: Python<'py>,
+        wire_format: &str,
+        data_parallel_rank: Option<i64>,
+        ts: Option<f64>,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let header = BatchHeader::new(wire_format, data_parallel_rank, ts)?;
+        take_event_batch(py, &self.shared, &[], use_int_block_hashes(), &header)
     }
 
     /// Checks every invariant; AssertionError names the one that does not hold.

@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
 use crate::error::{OrPython, PoisonedError};
+use crate::event_batch::BatchWriter;
 
 /// A manager, or a pool on its own.
 #[derive(Debug)]
@@ -57,6 +58,8 @@ pub(crate) struct Shared {
     core: Mutex<Core>,
     /// An event log to swap in while the full one is read.
     pub(crate) spare_events: Mutex<EventLog>,
+    /// What the next batch of events is written with and into.
+    pub(crate) spare_writer: Mutex<BatchWriter>,
     pub(crate) pool_id: u64,
     pub(crate) num_blocks: u32,
     pub(crate) enable_caching: bool,
@@ -83,6 +86,7 @@ impl Shared {
             enable_kv_cache_events: config.enable_kv_cache_events,
             core: Mutex::new(core),
             spare_events: Mutex::default(),
+            spare_writer: Mutex::default(),
             hash_width: AtomicUsize::new(0),
             semantics: config.semantics,
             has_residency,

@@ -1,7 +1,12 @@
-"""The KV event stream: what a pool announces about its prefix cache."""
+"""The KV event stream: what a pool announces about its prefix cache.
+
+`KVCacheManager.take_event_batch` answers the waiting events as one payload; `encode_batch` and
+`decode_batch` are for events as objects.
+"""
 
 from __future__ import annotations
 
+from kvyard._kvyard import decode_batch, encode_batch
 from kvyard.events.types import (
     AllBlocksCleared,
     BlockRemoved,
@@ -10,6 +15,7 @@ from kvyard.events.types import (
     ExtraKeys,
     KVCacheEvent,
     KVEventBatch,
+    WireFormat,
 )
 
 __all__ = [
@@ -20,4 +26,7 @@ __all__ = [
     "ExtraKeys",
     "KVCacheEvent",
     "KVEventBatch",
+    "WireFormat",
+    "decode_batch",
+    "encode_batch",
 ]
