@@ -41,14 +41,14 @@ impl From<&AttentionKind> for GroupDescription {
 }
 
 /// The start of a batch: an array of exactly three (rule 1), the time, the header of the events.
-fn begin_batch(out: &mut Vec<u8>, timestamp: f64, num_events: usize) {
+pub(crate) fn begin_batch(out: &mut Vec<u8>, timestamp: f64, num_events: usize) {
     write_array_header(out, 3);
     write_float(out, timestamp);
     write_array_header(out, num_events);
 }
 
 /// The end of a batch. `None` is nil, which vLLM's publisher never sends and routers refuse.
-fn end_batch(out: &mut Vec<u8>, data_parallel_rank: Option<u32>) {
+pub(crate) fn end_batch(out: &mut Vec<u8>, data_parallel_rank: Option<u32>) {
     match data_parallel_rank {
         Some(rank) => write_unsigned(out, u64::from(rank)),
         None => write_nil(out),
@@ -105,7 +105,7 @@ fn write_stored(out: &mut Vec<u8>, format: WireFormat, stored: &BlockStored<'_>)
 
 /// A store event. `fields` says all but the lists, which are written where they belong.
 #[inline]
-fn write_stored_parts(
+pub(crate) fn write_stored_parts(
     out: &mut Vec<u8>,
     format: WireFormat,
     fields: &BlockStored<'_>,

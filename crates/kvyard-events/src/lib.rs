@@ -21,8 +21,13 @@ pub mod encode;
 
 pub mod decode;
 
+mod uniform;
+
+pub mod live_set;
+
 pub use decode::{Batch, read_batch};
 pub use encode::{BatchEncoder, GroupDescription, HashForm, encode_events};
 pub use error::DecodeError;
 pub use event::{BlockRemoved, BlockStored, Event, ExternalBlockHash};
+pub use live_set::LiveSet;
 pub use wire_format::WireFormat;

@@ -265,6 +265,17 @@ impl<'a> Reader<'a> {
         })
     }
 
+    /// The next values as they are encoded; fewer where the payload ends.
+    pub(crate) fn take(&mut self, count: u32) -> &'a [u8] {
+        let start = self.at;
+        for _ in 0..count {
+            if self.skip().is_err() {
+                break;
+            }
+        }
+        self.since(start)
+    }
+
     /// Passes over the next value, whatever it is. Not recursive, so that no nesting is too deep.
     pub(crate) fn skip(&mut self) -> Result<(), DecodeError> {
         let mut waiting = 1_u64;
