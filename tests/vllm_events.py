@@ -51,9 +51,10 @@ DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
 def as_struct(event: kvyard.KVCacheEvent) -> BlockStored | BlockRemoved | AllBlocksCleared:
     """The same event as vLLM's struct."""
+    struct_class = CLASSES[type(event).__name__]
     fields = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
-    fields.pop("cache_salt", None)
-    struct: BlockStored | BlockRemoved | AllBlocksCleared = CLASSES[type(event).__name__](**fields)
+    known = {name: fields[name] for name in struct_class.__struct_fields__}
+    struct: BlockStored | BlockRemoved | AllBlocksCleared = struct_class(**known)
     return struct
 
 

@@ -1,6 +1,6 @@
 """The compiled core. Import its classes from `kvyard`; counts are in tokens or blocks as named."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, final, overload
 
 from kvyard.events import KVCacheEvent, KVEventBatch
@@ -19,8 +19,10 @@ __all__ = [
     "KVCacheEvictionEvent",
     "KVCacheManager",
     "KVCacheMetricsCollector",
+    "LiveSet",
     "PoolBlocks",
     "PrefixCacheStats",
+    "PrefixIndex",
     "Request",
     "Semantics",
     "decode_batch",
@@ -719,6 +721,56 @@ class BlockPool:
         """A digest of the whole state: equal states have equal digests."""
 
 @final
+class LiveSet:
+    """The encoded store of each live block, so that a consumer that comes late can be told all.
+
+    It is fed with every payload that goes out, in order. `len` is the number of live (hash, group)
+    pairs. Memory follows that number, not the length of the stream; see docs/events.md for bytes a
+    block. One may be used by several threads.
+    """
+
+    def __new__(cls, removal_event: str = "last_copy") -> Self:
+        """Make an empty set.
+
+        Args:
+            removal_event: As in the pool's `Semantics`: "last_copy", one removal when no copy of a
+                hash is left, or "every_copy", one a copy, as vLLM 0.25.1.
+
+        Raises:
+            InvalidArgumentError: It is neither.
+        """
+    def apply(self, payload: bytes) -> None:
+        """Take in the next payload.
+
+        Raises:
+            EventDecodeError: It is no batch of events; nothing was taken in.
+        """
+    def clear(self) -> None:
+        """Forget everything, as after AllBlocksCleared."""
+    def dump(
+        self, ts: float, data_parallel_rank: int | None = 0, wire_format: str = "router"
+    ) -> list[bytes]:
+        """Batches that tell an empty consumer all that is live; none for an empty set.
+
+        Each store is of one block, parents come before children, and a parent that is gone is named
+        as the nearest ancestor that is live, or None. With "every_copy", a block is stored as often
+        as it has copies. A masked span of vLLM's, whose tokens do not match its hashes, is told
+        without tokens.
+
+        Args:
+            ts: Seconds since the epoch, of each batch.
+            data_parallel_rank: The engine's rank; None only in vLLM's formats.
+            wire_format: A `kvyard.events.WireFormat`, whichever the payloads had.
+
+        Raises:
+            InvalidArgumentError: No such format, or no rank where routers need one.
+        """
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the set takes, the allocator's own use estimated."""
+    def __len__(self) -> int: ...
+
+@final
 class KVCacheEvictionEvent:
     """The life of one sampled block, told when it was evicted."""
 
@@ -779,6 +831,76 @@ class PrefixCacheStats:
     @property
     def preempted_hits(self) -> int:
         """Their tokens that were cached."""
+
+@final
+class PrefixIndex:
+    """How many leading tokens of a prompt does each worker hold?
+
+    Fed by the events of any number of workers, of vLLM, SGLang or kvyard, with any block sizes. It
+    goes by the tokens that stores tell, so that nobody's hashes need to be computed again. A worker
+    of several groups holds a prefix where all of them agree: full attention needs every block, a
+    sliding window those it covers, Mamba and chunked local attention the last one. Blocks on a
+    medium other than "GPU" (or None) do not count. A block whose parent is unknown counts once the
+    parent is told. One index may be used by several threads; `len` is the number of workers.
+    """
+
+    def __new__(cls, removal_event: str = "last_copy") -> Self:
+        """Make an index of no workers.
+
+        Args:
+            removal_event: How workers tell removals unless `add_worker` says otherwise: "last_copy"
+                for SGLang and kvyard's default semantics, "every_copy" for vLLM.
+
+        Raises:
+            InvalidArgumentError: It is neither.
+        """
+    def add_worker(self, worker: Hashable, removal_event: str | None = None) -> None:
+        """Make a worker known before its first batch, or one that tells removals in its own way.
+
+        Args:
+            worker: Any hashable name, such as (host, data-parallel rank).
+            removal_event: As in the constructor; None: the constructor's.
+
+        Raises:
+            InvalidArgumentError: The worker is known already.
+        """
+    def remove_worker(self, worker: Hashable) -> None:
+        """Forget a worker and what it holds; an unknown one is none."""
+    def apply(self, worker: Hashable, batch: bytes | KVEventBatch) -> None:
+        """Take in a worker's next batch, as payload or decoded; an unknown worker becomes known.
+
+        A worker that starts again is followed if it sends AllBlocksCleared first.
+
+        Raises:
+            EventDecodeError: The payload is no batch of events; nothing was taken in.
+            InvalidArgumentError: It is neither bytes nor a batch.
+        """
+    def matched_tokens(
+        self,
+        token_ids: Iterable[int],
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extra_keys: Sequence[tuple[str, int]] | None = None,
+    ) -> dict[Any, int]:
+        """Leading tokens that each known worker holds, 0 for none.
+
+        Args:
+            token_ids: The prompt.
+            lora_name: The adapter's name; for a worker that tells only its number, that as text.
+            cache_salt: The request's salt.
+            extra_keys: Media items: identifier and position of the first token in the prompt, in
+                the order of the positions.
+
+        Raises:
+            InvalidArgumentError: A token is no int of 32 bits, or items are out of order.
+        """
+    def num_blocks(self, worker: Hashable) -> int:
+        """Blocks that a worker holds, all groups together; 0 for an unknown one."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the index takes, the allocator's own use not counted."""
+    def __len__(self) -> int: ...
 
 @final
 class CacheHit:

@@ -146,6 +146,9 @@ impl<'a> Fields<'a> {
             "kv_cache_spec_sliding_window" => {
                 stored.kv_cache_spec_sliding_window = optional_count(reader, "a window or nil")?;
             }
+            "announced_parent_block_hash" => {
+                stored.announced_parent_block_hash = optional_hash(reader)?;
+            }
             "cache_salt" => stored.cache_salt = optional_text(reader, "a salt or nil")?,
             _ => reader.skip()?,
         }

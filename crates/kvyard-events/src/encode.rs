@@ -113,7 +113,8 @@ pub(crate) fn write_stored_parts(
     token_ids: impl FnOnce(&mut Vec<u8>),
     extra_keys: Option<impl FnOnce(&mut Vec<u8>)>,
 ) {
-    let cache_salt = fields.cache_salt.filter(|_| format.has_cache_salt());
+    let cache_salt = fields.cache_salt.filter(|_| format.has_further_fields());
+    let announced = fields.announced_parent_block_hash.filter(|_| format.has_further_fields());
     let is_map = !format.is_array();
     let name = |out: &mut Vec<u8>, name: &str| {
         if is_map {
@@ -127,6 +128,7 @@ pub(crate) fn write_stored_parts(
             fields.kv_cache_spec_kind.is_some(),
             fields.kv_cache_spec_sliding_window.is_some(),
             cache_salt.is_some(),
+            announced.is_some(),
         ];
         write_small_map_header(out, 8 + set.map(u8::from).iter().sum::<u8>());
     } else {
@@ -159,8 +161,11 @@ pub(crate) fn write_stored_parts(
     write_defaulted(out, is_map, "kv_cache_spec_kind", fields.kv_cache_spec_kind, write_text);
     let window = fields.kv_cache_spec_sliding_window.map(u64::from);
     write_defaulted(out, is_map, "kv_cache_spec_sliding_window", window, write_unsigned);
-    if cache_salt.is_some() {
+    if is_map {
         write_defaulted(out, true, "cache_salt", cache_salt, write_text);
+        write_defaulted(out, true, "announced_parent_block_hash", announced, |out, hash| {
+            write_hash(out, &hash);
+        });
     }
 }
 

@@ -278,6 +278,9 @@ pub struct BlockStored<'a> {
     pub kv_cache_spec_sliding_window: Option<u32>,
     /// The request's salt (rule 9).
     pub cache_salt: Option<&'a str>,
+    /// In a dump, where the block before the first one is gone, so that `parent_block_hash` names an
+    /// earlier one: that block. The tokens are those that follow it.
+    pub announced_parent_block_hash: Option<ExternalBlockHash<'a>>,
 }
 
 /// Hashes no longer lead to a block.

@@ -25,9 +25,12 @@ mod uniform;
 
 pub mod live_set;
 
+pub mod prefix_index;
+
 pub use decode::{Batch, read_batch};
 pub use encode::{BatchEncoder, GroupDescription, HashForm, encode_events};
 pub use error::DecodeError;
 pub use event::{BlockRemoved, BlockStored, Event, ExternalBlockHash};
 pub use live_set::LiveSet;
+pub use prefix_index::{PrefixIndex, Prompt, WorkerId};
 pub use wire_format::WireFormat;

@@ -148,7 +148,11 @@ impl LiveSet {
         let keys = stored.extra_keys.filter(|keys| keys.len() == num_hashes);
         let mut tokens = Reader::new(stored.token_ids.0.elements);
         let mut extra = Reader::new(keys.map_or(&[][..], |keys| keys.0.elements));
-        let mut parent = stored.parent_block_hash.map_or(0, |hash| hash.low_bits());
+        let low_bits = |hash: Option<ExternalBlockHash<'_>>| hash.map_or(0, |hash| hash.low_bits());
+        // They differ in a dump only.
+        let mut ancestor = low_bits(stored.parent_block_hash);
+        let mut announced =
+            low_bits(stored.announced_parent_block_hash.or(stored.parent_block_hash));
         let mut body = Vec::new();
         for hash in stored.block_hashes.iter() {
             body.clear();
@@ -164,14 +168,15 @@ impl LiveSet {
             }
             let template = self.templates.hold(stored, digest_width, is_whole, keys.is_some());
             let key = Key { hash: hash.low_bits(), shelf };
-            self.insert(key, parent, template, &body);
+            self.insert(key, [announced, ancestor], template, &body);
             if is_whole {
-                parent = key.hash;
+                (announced, ancestor) = (key.hash, key.hash);
             }
         }
     }
 
-    fn insert(&mut self, key: Key, announced_parent: u64, template: u32, body: &[u8]) {
+    /// `parents`: as announced, and an ancestor in case that one is gone.
+    fn insert(&mut self, key: Key, parents: [u64; 2], template: u32, body: &[u8]) {
         let number = match self.numbers.get(&key) {
             Some(number) => *number,
             None => self.add_node(key),
@@ -194,12 +199,13 @@ impl LiveSet {
             node.body = body.into();
         }
         self.body_bytes += body.len();
-        if node.announced_parent != announced_parent || node.parent == NONE {
-            node.announced_parent = announced_parent;
+        if node.announced_parent != parents[0] || node.parent == NONE {
+            node.announced_parent = parents[0];
             let before = self.unlink(number);
-            let parent = self.numbers.get(&Key { hash: announced_parent, shelf: key.shelf });
+            let number_of = |hash| self.numbers.get(&Key { hash, shelf: key.shelf }).copied();
             // No block continues itself, whatever a payload says.
-            if let Some(&parent) = parent.filter(|parent| **parent != number) {
+            let parent = parents.into_iter().find_map(number_of).filter(|parent| *parent != number);
+            if let Some(parent) = parent {
                 self.link(number, parent);
             }
             self.settle(before);
@@ -390,8 +396,11 @@ impl LiveSet {
         let tokens = rest.take(template.num_tokens);
         let extra_keys = template.has_extra_keys.then(|| rest.take(1));
         let (group_idx, medium) = &self.shelves[node.key.shelf as usize];
+        let is_announced = node.announced_parent == parent.map_or(0, |parent| parent.key.hash);
         let fields = BlockStored {
             parent_block_hash: parent.map(|parent| self.hash(parent).0),
+            announced_parent_block_hash: (!is_announced)
+                .then_some(ExternalBlockHash::Integer(node.announced_parent)),
             group_idx: *group_idx,
             medium: medium.as_deref(),
             ..template.fields()

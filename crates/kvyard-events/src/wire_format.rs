@@ -55,8 +55,9 @@ impl WireFormat {
         matches!(self, Self::Array)
     }
 
-    /// Whether a store tells the salt in a field of its own (rule 9).
-    pub const fn has_cache_salt(self) -> bool {
+    /// Whether a store may have fields that vLLM's does not: the salt (rule 9), and in a dump the
+    /// parent as it was announced.
+    pub const fn has_further_fields(self) -> bool {
         matches!(self, Self::Router)
     }
 

@@ -118,7 +118,7 @@ fn samples_w5_to_w7() {
         group_idx: Some(1),
         kv_cache_spec_kind: Some("sliding_window"),
         kv_cache_spec_sliding_window: Some(128),
-        cache_salt: None,
+        ..BlockStored::default()
     };
     assert_eq!(vllm(Event::BlockStored(w5)), batch(&[W5]));
     assert_eq!(vllm(Event::BlockStored(w6)), batch(&[W6]));

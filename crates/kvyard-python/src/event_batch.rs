@@ -192,6 +192,7 @@ struct OwnedStored {
     kv_cache_spec_kind: Option<String>,
     kv_cache_spec_sliding_window: Option<u32>,
     cache_salt: Option<String>,
+    announced_parent_block_hash: Option<OwnedHash>,
 }
 
 /// Where the lists of an event lie encoded.
@@ -271,6 +272,10 @@ impl OwnedEvent {
                 kv_cache_spec_kind: stored.kv_cache_spec_kind.as_deref(),
                 kv_cache_spec_sliding_window: stored.kv_cache_spec_sliding_window,
                 cache_salt: stored.cache_salt.as_deref(),
+                announced_parent_block_hash: stored
+                    .announced_parent_block_hash
+                    .as_ref()
+                    .map(OwnedHash::borrow),
             }),
         }
     }
@@ -278,12 +283,15 @@ impl OwnedEvent {
 
 impl OwnedStored {
     fn new(event: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let parent = event.getattr("parent_block_hash")?;
+        let optional_hash = |field: &str| -> PyResult<Option<OwnedHash>> {
+            let value = event.getattr_opt(field)?.filter(|value| !value.is_none());
+            value.map(|value| OwnedHash::new(&value)).transpose()
+        };
         let extra_keys = event.getattr("extra_keys")?;
         let count_wanted = "an int of at least 0";
         Ok(Self {
             block_hashes: hashes(event)?,
-            parent_block_hash: if parent.is_none() { None } else { Some(OwnedHash::new(&parent)?) },
+            parent_block_hash: optional_hash("parent_block_hash")?,
             token_ids: token_ids(&event.getattr("token_ids")?)?,
             block_size: count("block_size", event.getattr("block_size")?.extract()?)?,
             lora_id: optional(event, "lora_id", "an int")?,
@@ -303,6 +311,7 @@ impl OwnedStored {
                 count_wanted,
             )?,
             cache_salt: optional(event, "cache_salt", "a str")?,
+            announced_parent_block_hash: optional_hash("announced_parent_block_hash")?,
         })
     }
 }
@@ -352,7 +361,10 @@ pub(crate) fn with_events<R>(
 
 /// A batch of event objects as one payload.
 #[pyfunction]
-#[pyo3(signature = (events, ts, data_parallel_rank = Some(0), wire_format = "router"))]
+#[pyo3(
+    signature = (events, ts, data_parallel_rank = Some(0), wire_format = "router"),
+    text_signature = "(events, ts, data_parallel_rank=0, wire_format='router')"
+)]
 pub(crate) fn encode_batch<'py>(
     events: &Bound<'py, PyAny>,
     ts: f64,
@@ -417,9 +429,11 @@ fn stored_object(
         stored.kv_cache_spec_kind,
         stored.kv_cache_spec_sliding_window,
     );
-    let salt = PyDict::new(py);
-    salt.set_item("cache_salt", stored.cache_salt)?;
-    classes.stored.bind(py).call(arguments, Some(&salt)).map(Bound::unbind)
+    let further = PyDict::new(py);
+    further.set_item("cache_salt", stored.cache_salt)?;
+    let announced = stored.announced_parent_block_hash.map(|hash| hash_object(py, hash));
+    further.set_item("announced_parent_block_hash", announced.transpose()?)?;
+    classes.stored.bind(py).call(arguments, Some(&further)).map(Bound::unbind)
 }
 
 fn hash_object<'py>(py: Python<'py>, hash: ExternalBlockHash<'_>) -> PyResult<Bound<'py, PyAny>> {

@@ -11,9 +11,11 @@ mod error;
 mod event_batch;
 mod events;
 mod hashing;
+mod live_set;
 mod manager;
 mod metrics;
 mod pool;
+mod prefix_index;
 mod request;
 mod semantics;
 mod shared;
@@ -28,11 +30,15 @@ mod _kvyard {
     #[pymodule_export]
     use crate::hashing::{BlockHasher, HashFunction, hash_block_tokens};
     #[pymodule_export]
+    use crate::live_set::LiveSet;
+    #[pymodule_export]
     use crate::manager::{CacheHit, KVCacheManager, PrefixCacheStats};
     #[pymodule_export]
     use crate::metrics::{KVCacheEvictionEvent, KVCacheMetricsCollector};
     #[pymodule_export]
     use crate::pool::{BlockPool, CachedBlocks, FreeBlockQueue, PoolBlocks};
+    #[pymodule_export]
+    use crate::prefix_index::PrefixIndex;
     #[pymodule_export]
     use crate::request::Request;
     #[pymodule_export]

@@ -449,7 +449,10 @@ impl KVCacheManager {
     }
 
     /// The same as one finished payload; None if nothing changed.
-    #[pyo3(signature = (wire_format = "router", data_parallel_rank = Some(0), ts = None))]
+    #[pyo3(
+        signature = (wire_format = "router", data_parallel_rank = Some(0), ts = None),
+        text_signature = "($self, wire_format='router', data_parallel_rank=0, ts=None)"
+    )]
     fn take_event_batch<'py>(
         &self,
         py: Python<'py>,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from kvyard._kvyard import decode_batch, encode_batch
+from kvyard._kvyard import LiveSet, PrefixIndex, decode_batch, encode_batch
 from kvyard.events.types import (
     AllBlocksCleared,
     BlockRemoved,
@@ -26,6 +26,8 @@ __all__ = [
     "ExtraKeys",
     "KVCacheEvent",
     "KVEventBatch",
+    "LiveSet",
+    "PrefixIndex",
     "WireFormat",
     "decode_batch",
     "encode_batch",

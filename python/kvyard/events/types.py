@@ -39,6 +39,9 @@ class BlockStored:
         kv_cache_spec_sliding_window: Window in tokens of a sliding-window spec.
         cache_salt: The request's salt where the sender tells it in a field of its own, as SGLang
             and the format `router` do. `take_events` leaves it unset: vLLM has no such field.
+        announced_parent_block_hash: In a dump in the format `router`, where the block before the
+            first one is gone and `parent_block_hash` names an earlier one: that block. The tokens
+            are those that follow it.
     """
 
     block_hashes: list[ExternalBlockHash]
@@ -53,6 +56,7 @@ class BlockStored:
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     cache_salt: str | None = None
+    announced_parent_block_hash: ExternalBlockHash | None = None
 
 
 @dataclass(frozen=True, slots=True)

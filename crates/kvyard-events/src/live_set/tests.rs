@@ -107,6 +107,7 @@ fn payload(change: &Change, as_bytes: bool) -> Vec<u8> {
                         kv_cache_spec_kind: Some("sliding_window"),
                         kv_cache_spec_sliding_window: Some(128),
                         cache_salt: (*group == 1).then_some("salt"),
+                        ..BlockStored::default()
                     }));
                 });
             });
@@ -156,6 +157,9 @@ fn read(dump: &[Vec<u8>], live: &Account, as_bytes: bool) -> Account {
                 assert!(held.contains_key(&(parent, group)), "{parent} before {block}");
                 assert!(is_below(block, parent), "{parent} above {block}");
             }
+            // What it continued is told, live or not.
+            let told = stored.announced_parent_block_hash.map(|parent| parent.low_bits());
+            assert_eq!(told.or(parent), parent_of(block));
             let announced = parent_of(block).filter(|above| live.contains_key(&(*above, group)));
             assert!(announced.is_none() || announced == parent, "{block} continues {announced:?}");
             *held.entry((block, group)).or_default() += 1;
@@ -183,7 +187,7 @@ proptest! {
             for batch in &dump {
                 again.apply(batch).unwrap();
             }
-            prop_assert_eq!(again.len(), live.len());
+            prop_assert_eq!(&read(&again.dump(1.0, Some(0), WireFormat::Router), &live, as_bytes), &live);
         }
         // Whatever was kept is given back.
         for (block, group) in live.keys().copied().collect::<BTreeSet<_>>() {
@@ -231,33 +235,58 @@ fn removed_parents_are_passed_over() {
     assert_eq!(parents(&set), [(4, None), (12, Some(4)), (36, Some(12)), (108, Some(36))]);
 }
 
+fn store_one(set: &mut LiveSet, hash: u64, parent: Option<u64>) {
+    let (mut room, mut out) = (Vec::new(), Vec::new());
+    let event = Event::BlockStored(BlockStored {
+        block_hashes: BlockHashes::new(&[ExternalBlockHash::Integer(hash)], &mut room),
+        parent_block_hash: parent.map(ExternalBlockHash::Integer),
+        ..BlockStored::default()
+    });
+    encode_events(&[event], 0.0, Some(0), WireFormat::Router, &mut out);
+    set.apply(&out).unwrap();
+}
+
+fn remove_one(set: &mut LiveSet, hash: u64) {
+    let (mut room, mut out) = (Vec::new(), Vec::new());
+    let event = Event::BlockRemoved(BlockRemoved {
+        block_hashes: BlockHashes::new(&[ExternalBlockHash::Integer(hash)], &mut room),
+        ..BlockRemoved::default()
+    });
+    encode_events(&[event], 0.0, Some(0), WireFormat::Router, &mut out);
+    set.apply(&out).unwrap();
+}
+
+/// A block may be announced again behind another ancestor (case C17).
+#[test]
+fn bare_nodes_go_when_a_child_leaves_them() {
+    let mut set = LiveSet::new(RemovalEvent::LastCopy);
+    for (hash, parent) in [(1, None), (2, Some(1)), (3, Some(2)), (4, Some(2))] {
+        store_one(&mut set, hash, parent);
+    }
+    remove_one(&mut set, 2);
+    assert_eq!((set.len(), set.numbers.len()), (3, 4));
+    store_one(&mut set, 3, Some(1));
+    assert_eq!((set.len(), set.numbers.len()), (3, 3));
+    let dump = set.dump(0.0, Some(0), WireFormat::Router);
+    let parents = |event: &Event<'_>| match event {
+        Event::BlockStored(stored) => {
+            stored.parent_block_hash.map_or(0, |parent| parent.low_bits())
+        }
+        _ => panic!("{event:?}"),
+    };
+    assert!(read_batch(&dump[0]).unwrap().events.iter().map(parents).eq([0, 1, 1]));
+}
+
 /// Hashes of a chain make no ring; bytes of an attacker may.
 #[test]
 fn rings_end() {
     let mut set = LiveSet::new(RemovalEvent::EveryCopy);
-    let mut store = |hash, parent| {
-        let (mut room, mut out) = (Vec::new(), Vec::new());
-        let event = Event::BlockStored(BlockStored {
-            block_hashes: BlockHashes::new(&[ExternalBlockHash::Integer(hash)], &mut room),
-            parent_block_hash: Some(ExternalBlockHash::Integer(parent)),
-            ..BlockStored::default()
-        });
-        encode_events(&[event], 0.0, Some(0), WireFormat::Router, &mut out);
-        set.apply(&out).unwrap();
-        assert!(!set.dump(0.0, Some(0), WireFormat::Router).is_empty());
-    };
     for (hash, parent) in [(1, 1), (2, 1), (3, 2), (1, 3), (2, 3), (3, 1)] {
-        store(hash, parent);
+        store_one(&mut set, hash, Some(parent));
+        assert!(!set.dump(0.0, Some(0), WireFormat::Router).is_empty());
     }
     for block in [1, 2, 3, 1, 2, 3] {
-        let mut room = Vec::new();
-        let mut out = Vec::new();
-        let event = Event::BlockRemoved(BlockRemoved {
-            block_hashes: BlockHashes::new(&[ExternalBlockHash::Integer(block)], &mut room),
-            ..BlockRemoved::default()
-        });
-        encode_events(&[event], 0.0, Some(0), WireFormat::Router, &mut out);
-        set.apply(&out).unwrap();
+        remove_one(&mut set, block);
         let _ = set.dump(0.0, Some(0), WireFormat::Router);
     }
     assert_eq!((set.len(), set.numbers.len()), (0, 0));
