@@ -542,6 +542,8 @@ class BlockPool:
         enable_kv_cache_events: bool = False,
         metrics_collector: KVCacheMetricsCollector | None = None,
         semantics: Semantics = ...,
+        event_groups: Sequence[int] | None = None,
+        min_event_block_tokens: int = 0,
     ) -> Self:
         """Make a pool with blocks 1 to `num_gpu_blocks - 1` free, in ascending order.
 
@@ -552,6 +554,10 @@ class BlockPool:
             enable_kv_cache_events: Whether `take_events` has something to say.
             metrics_collector: Samples how long blocks live, or None.
             semantics: Default `Semantics.corrected()`.
+            event_groups: Groups whose changes are told; None: all.
+            min_event_block_tokens: Fewest tokens of a block that a key must cover to be told:
+                leaves out groups of smaller blocks, and boundaries near the start of a block. A
+                reset is always told.
 
         Raises:
             ConfigError: A size is not positive.
@@ -941,6 +947,8 @@ class KVCacheManager:
         semantics: Semantics = ...,
         track_new_blocks: bool = True,
         retention_interval: int | None = None,
+        event_groups: Sequence[int] | None = None,
+        min_event_block_tokens: int = 0,
     ) -> Self:
         """Make a manager with an empty pool.
 
@@ -963,6 +971,10 @@ class KVCacheManager:
             retention_interval: Tokens between the boundaries at which window and Mamba groups stay
                 cached; 0 keeps the prompt's last one only, None all. vLLM reads it from
                 VLLM_PREFIX_CACHE_RETENTION_INTERVAL.
+            event_groups: Groups whose changes are told; None: all.
+            min_event_block_tokens: Fewest tokens of a block that a key must cover to be told:
+                leaves out groups of smaller blocks, and boundaries near the start of a block. A
+                reset is always told.
 
         Raises:
             ConfigError: Sizes do not divide, or a spec's kind is not supported; it is named.

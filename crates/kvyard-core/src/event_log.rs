@@ -10,6 +10,7 @@ use crate::block_hash::BlockHash;
 use crate::error::Result;
 use crate::hashing::{ExtraKey, ExtraKeySource};
 use crate::id::GroupId;
+use crate::prefix_map::PrefixKey;
 use crate::request_view::BlockContent;
 
 /// What a record is about.
@@ -83,10 +84,37 @@ pub enum KVCacheEvent<'a> {
     AllBlocksCleared,
 }
 
+/// Which changes anybody wants to know; a reset is always told.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EventFilter {
+    /// Groups to tell of; none: all.
+    pub groups: Option<Vec<GroupId>>,
+    /// Fewest tokens of a block that a key must cover to be told: leaves out groups of small blocks,
+    /// and boundaries near the start of a block.
+    pub min_block_tokens: u32,
+}
+
+/// The filter, as it is asked.
+#[derive(Debug)]
+struct Filter {
+    wanted: EventFilter,
+    /// Tokens per block of each group, from its stores: removals come after them.
+    block_sizes: Vec<u32>,
+}
+
+impl Filter {
+    fn lets_pass(&self, group: GroupId, covered_tokens: u32, block_size: u32) -> bool {
+        let in_block = (covered_tokens.max(1) - 1) % block_size.max(1) + 1;
+        in_block >= self.wanted.min_block_tokens
+            && self.wanted.groups.as_ref().is_none_or(|groups| groups.contains(&group))
+    }
+}
+
 /// See the module.
 #[derive(Debug, Default)]
 pub struct EventLog {
     enabled: bool,
+    filter: Option<Box<Filter>>,
     records: Vec<Record>,
     hashes: Vec<BlockHash>,
     tokens: Vec<u32>,
@@ -161,6 +189,7 @@ impl EventLog {
     pub fn take(&mut self, spare: &mut Self) {
         spare.clear();
         spare.enabled = self.enabled;
+        spare.filter = self.filter.take();
         std::mem::swap(self, spare);
     }
 
@@ -200,11 +229,48 @@ impl EventLog {
         })
     }
 
-    pub(crate) fn record_removed(&mut self, hash: BlockHash, group: GroupId) {
-        if self.enabled {
-            self.hashes.push(hash);
-            self.push(Kind::Removed, group, None, 0, 0);
+    pub(crate) fn set_filter(&mut self, wanted: EventFilter) {
+        let is_needed = wanted != EventFilter::default();
+        self.filter = is_needed.then(|| Box::new(Filter { wanted, block_sizes: Vec::new() }));
+    }
+
+    /// Whether a key of a group would be told.
+    #[inline]
+    pub(crate) fn tells(&self, group: GroupId, covered_tokens: u32, block_size: u32) -> bool {
+        let filter = self.filter.as_ref();
+        filter.is_none_or(|filter| filter.lets_pass(group, covered_tokens, block_size))
+    }
+
+    /// Whether a store is to be recorded; notes the group's block size.
+    #[inline]
+    pub(crate) fn wants_store(
+        &mut self,
+        group: GroupId,
+        covered_tokens: u32,
+        block_size: u32,
+    ) -> bool {
+        if let Some(filter) = &mut self.filter {
+            if filter.block_sizes.len() <= group.index() {
+                filter.block_sizes.resize(group.index() + 1, 0);
+            }
+            filter.block_sizes[group.index()] = block_size;
         }
+        self.enabled && self.tells(group, covered_tokens, block_size)
+    }
+
+    #[inline]
+    pub(crate) fn record_removed(&mut self, key: &PrefixKey) {
+        if !self.enabled {
+            return;
+        }
+        if let Some(filter) = &self.filter {
+            let size = filter.block_sizes.get(key.group.index()).copied().unwrap_or(0);
+            if !filter.lets_pass(key.group, key.covered_tokens, size) {
+                return;
+            }
+        }
+        self.hashes.push(key.hash);
+        self.push(Kind::Removed, key.group, None, 0, 0);
     }
 
     pub(crate) fn record_cleared(&mut self) {

@@ -4,6 +4,9 @@
 use std::sync::PoisonError;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use kvyard_core::GroupId;
+use kvyard_core::event_log::EventFilter;
+use kvyard_core::prefix_map::MAX_GROUP;
 use kvyard_core::spec::AttentionKind;
 use kvyard_events::event::{BlockHashes, ExtraKeyValue, ExtraKeys, TokenIds};
 use kvyard_events::{
@@ -14,8 +17,9 @@ use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 
+use crate::config::config_count;
 use crate::convert::{count, token_ids};
-use crate::error::{EventDecodeError, invalid_argument};
+use crate::error::{EventDecodeError, config_error, invalid_argument};
 use crate::events::{EventClasses, event_classes};
 use crate::shared::Shared;
 
@@ -33,6 +37,26 @@ pub(crate) fn wire_format(name: &str) -> PyResult<WireFormat> {
 /// `EventDecodeError`.
 pub(crate) fn decode_error(error: &DecodeError) -> PyErr {
     EventDecodeError::new_err(error.to_string())
+}
+
+/// Which changes are recorded: the arguments of the constructors. `num_groups` where it is known.
+pub(crate) fn event_filter(
+    event_groups: Option<Vec<i64>>,
+    min_event_block_tokens: i64,
+    num_groups: Option<usize>,
+) -> PyResult<EventFilter> {
+    let most = num_groups.map_or(MAX_GROUP as usize + 1, |groups| groups);
+    let group = |group: i64| {
+        let known = u32::try_from(group).ok().filter(|group| (*group as usize) < most);
+        known.map(GroupId).ok_or_else(|| {
+            config_error("event_groups", &format!("{group} is no group; there are {most}"))
+        })
+    };
+    let groups = event_groups.map(|groups| groups.into_iter().map(group).collect());
+    Ok(EventFilter {
+        groups: groups.transpose()?,
+        min_block_tokens: config_count("min_event_block_tokens", min_event_block_tokens)?,
+    })
 }
 
 /// What a batch says besides its events.

@@ -14,7 +14,7 @@ use crate::blocks::{BlockLease, BlockObjects, KVCacheBlocks, id_lists};
 use crate::config::{config_count, groups, positive, positive_number};
 use crate::convert::count;
 use crate::error::OrPython;
-use crate::event_batch::{BatchHeader, take_event_batch};
+use crate::event_batch::{BatchHeader, event_filter, take_event_batch};
 use crate::events::{take_events, use_int_block_hashes};
 use crate::metrics::KVCacheMetricsCollector;
 use crate::pool::{BlockPool, evicted_ids, state_digest, validate};
@@ -147,7 +147,7 @@ impl KVCacheManager {
         log_stats = false, enable_kv_cache_events = false, dcp_world_size = 1,
         pcp_world_size = 1, metrics_collector = None, watermark = 0.0,
         semantics = Semantics(kvyard_core::Semantics::corrected()), track_new_blocks = true,
-        retention_interval = None
+        retention_interval = None, event_groups = None, min_event_block_tokens = 0
     ))]
     #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's KVCacheManager")]
     #[expect(clippy::fn_params_excessive_bools, reason = "the signature of vLLM's KVCacheManager")]
@@ -169,6 +169,8 @@ impl KVCacheManager {
         semantics: Semantics,
         track_new_blocks: bool,
         retention_interval: Option<i64>,
+        event_groups: Option<Vec<i64>>,
+        min_event_block_tokens: i64,
     ) -> PyResult<Self> {
         let groups = groups(&kv_cache_config)?;
         let dcp_world_size = positive_number("dcp_world_size", dcp_world_size)?;
@@ -208,7 +210,9 @@ impl KVCacheManager {
         let residency = metrics_collector.as_ref().map(|metrics| metrics.get().start());
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
-        let core = CoreManager::new(config, residency).or_python()?;
+        let filter = event_filter(event_groups, min_event_block_tokens, Some(kinds.len()))?;
+        let mut core = CoreManager::new(config, residency).or_python()?;
+        core.pool_mut().set_event_filter(filter).or_python()?;
         let (empty, watermark_blocks) = (core.empty_kv_cache_blocks(), core.watermark_blocks());
         let shared = Arc::new(Shared::new(Core::Manager(Box::new(core)), has_residency));
         let pool = BlockPool::over(shared.clone(), metrics_collector);

@@ -13,7 +13,7 @@ use crate::blocks::{
 };
 use crate::convert::{block_hash, count};
 use crate::error::{OrPython, invalid_argument};
-use crate::event_batch::{BatchHeader, take_event_batch};
+use crate::event_batch::{BatchHeader, event_filter, take_event_batch};
 use crate::events::use_int_block_hashes;
 use crate::metrics::KVCacheMetricsCollector;
 use crate::request::RequestArgument;
@@ -68,8 +68,13 @@ impl BlockPool {
     #[new]
     #[pyo3(signature = (
         num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events = false,
-        metrics_collector = None, semantics = Semantics(kvyard_core::Semantics::corrected())
+        metrics_collector = None, semantics = Semantics(kvyard_core::Semantics::corrected()),
+        event_groups = None, min_event_block_tokens = 0
     ))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the signature of vLLM's BlockPool, and a filter"
+    )]
     fn new(
         num_gpu_blocks: &Bound<'_, PyAny>,
         enable_caching: bool,
@@ -77,6 +82,8 @@ impl BlockPool {
         enable_kv_cache_events: bool,
         metrics_collector: Option<Py<KVCacheMetricsCollector>>,
         semantics: Semantics,
+        event_groups: Option<Vec<i64>>,
+        min_event_block_tokens: i64,
     ) -> PyResult<Self> {
         let config = BlockPoolConfig {
             num_blocks: crate::config::positive("num_gpu_blocks", num_gpu_blocks)?,
@@ -88,7 +95,9 @@ impl BlockPool {
         let residency = metrics_collector.as_ref().map(|metrics| metrics.get().start());
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
-        let core = kvyard_core::BlockPool::new(config, residency).or_python()?;
+        let mut core = kvyard_core::BlockPool::new(config, residency).or_python()?;
+        let filter = event_filter(event_groups, min_event_block_tokens, None)?;
+        core.set_event_filter(filter).or_python()?;
         let shared = Arc::new(Shared::new(Core::Pool(Box::new(core)), has_residency));
         Ok(Self::over(shared, metrics_collector))
     }
