@@ -267,6 +267,9 @@ fn token_ids<'a>(reader: &mut Reader<'a>) -> Result<TokenIds<'a>, DecodeError> {
     let length = array(reader, "an array of token ids")?;
     let first = reader.offset();
     for _ in 0..length {
+        if reader.small_unsigned().is_some() {
+            continue;
+        }
         let start = *reader;
         match reader.value()? {
             Value::Unsigned(token) if u32::try_from(token).is_ok() => {}

@@ -15,6 +15,9 @@ use crate::wire_format::WireFormat;
 /// Where a pool's blocks lie, as consumers name it.
 const MEDIUM: &str = "GPU";
 
+/// What an event takes besides its tokens, about: room for it is asked for at once.
+const BYTES_PER_EVENT: usize = 128;
+
 /// How block hashes are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum HashForm {
@@ -240,15 +243,15 @@ pub struct BatchEncoder {
     /// Bytes of a digest that count.
     hash_width: usize,
     groups: Vec<GroupDescription>,
-    /// For each group what every removal of it says before and after the hash: a removal is written
-    /// once for each block that is evicted.
+    /// For each group a removal but for its hash: one is written for each block that is evicted.
     removals: Vec<Removal>,
 }
 
+/// A removal of a hash of nine bytes, which nearly all have as a number, and where they are.
 #[derive(Debug)]
 struct Removal {
-    head: Vec<u8>,
-    tail: Vec<u8>,
+    bytes: Vec<u8>,
+    hash_at: usize,
 }
 
 impl BatchEncoder {
@@ -277,6 +280,7 @@ impl BatchEncoder {
         data_parallel_rank: Option<u32>,
         out: &mut Vec<u8>,
     ) {
+        out.reserve(log.num_token_ids() * 5 + log.len() * BYTES_PER_EVENT);
         begin_batch(out, timestamp, log.len());
         for event in log.iter() {
             self.event(out, &event);
@@ -301,16 +305,19 @@ impl BatchEncoder {
 
     #[inline]
     fn removed(&self, out: &mut Vec<u8>, hash: &BlockHash, group: GroupId) {
-        let made;
-        let removal = if let Some(removal) = self.removals.get(group.index()) {
-            removal
-        } else {
-            made = Removal::new(self.format, group.0);
-            &made
-        };
-        out.extend_from_slice(&removal.head);
-        self.hashes(out, std::slice::from_ref(hash));
-        out.extend_from_slice(&removal.tail);
+        let hash = self.external(hash);
+        if let (Some(removal), ExternalBlockHash::Integer(bits)) =
+            (self.removals.get(group.index()), hash)
+            && bits > u64::from(u32::MAX)
+        {
+            let at = out.len() + removal.hash_at;
+            out.extend_from_slice(&removal.bytes);
+            out[at..at + 8].copy_from_slice(&bits.to_be_bytes());
+            return;
+        }
+        write_removed_head(out, self.format, true, 1);
+        write_hash(out, &hash);
+        write_removed_tail(out, self.format, Some(MEDIUM), Some(group.0));
     }
 
     fn stored(&self, out: &mut Vec<u8>, event: &KVCacheEvent<'_>) {
@@ -376,10 +383,12 @@ impl BatchEncoder {
 
 impl Removal {
     fn new(format: WireFormat, group: u32) -> Self {
-        let (mut head, mut tail) = (Vec::new(), Vec::new());
-        write_removed_head(&mut head, format, true, 1);
-        write_removed_tail(&mut tail, format, Some(MEDIUM), Some(group));
-        Self { head, tail }
+        let mut bytes = Vec::new();
+        write_removed_head(&mut bytes, format, true, 1);
+        write_unsigned(&mut bytes, u64::MAX);
+        let hash_at = bytes.len() - 8;
+        write_removed_tail(&mut bytes, format, Some(MEDIUM), Some(group));
+        Self { bytes, hash_at }
     }
 }
 

@@ -147,9 +147,14 @@ impl<'a> TokenIds<'a> {
     #[inline]
     pub fn iter(&self) -> impl Iterator<Item = u32> + use<'a> {
         let mut reader = Reader::new(self.0.elements);
-        (0..self.0.length).map(move |_| match next(&mut reader) {
-            Value::Unsigned(token) => checked(u32::try_from(token).ok()),
-            _ => unreachable!("{CHECKED}"),
+        (0..self.0.length).map(move |_| {
+            if let Some(token) = reader.small_unsigned() {
+                return token;
+            }
+            match next(&mut reader) {
+                Value::Unsigned(token) => checked(u32::try_from(token).ok()),
+                _ => unreachable!("{CHECKED}"),
+            }
         })
     }
 }

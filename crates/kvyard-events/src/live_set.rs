@@ -161,7 +161,7 @@ impl LiveSet {
             }
             let digest_width = body.len();
             if is_whole {
-                body.extend_from_slice(tokens.take(stored.block_size));
+                body.extend_from_slice(tokens.take_numbers(stored.block_size));
             }
             if keys.is_some() {
                 body.extend_from_slice(extra.take(1));
@@ -393,7 +393,7 @@ impl LiveSet {
         let template = self.templates.get(node.template);
         let (hash, rest) = self.hash(node);
         let mut rest = Reader::new(rest);
-        let tokens = rest.take(template.num_tokens);
+        let tokens = rest.take_numbers(template.num_tokens);
         let extra_keys = template.has_extra_keys.then(|| rest.take(1));
         let (group_idx, medium) = &self.shelves[node.key.shelf as usize];
         let is_announced = node.announced_parent == parent.map_or(0, |parent| parent.key.hash);

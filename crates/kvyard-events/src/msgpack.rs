@@ -265,6 +265,33 @@ impl<'a> Reader<'a> {
         })
     }
 
+    /// The next number of 32 bits, in the forms that encoders choose; none where another value stands,
+    /// and nothing is read then. Most of a batch is token ids.
+    #[inline]
+    pub(crate) fn small_unsigned(&mut self) -> Option<u32> {
+        let (&marker, rest) = self.payload[self.at..].split_first()?;
+        let (value, length) = match marker {
+            0..=0x7f => (u32::from(marker), 1),
+            0xcc => (u32::from(*rest.first()?), 2),
+            0xcd => (u32::from(u16::from_be_bytes(*rest.first_chunk()?)), 3),
+            0xce => (u32::from_be_bytes(*rest.first_chunk()?), 5),
+            _ => return None,
+        };
+        self.at += length;
+        Some(value)
+    }
+
+    /// The next numbers of 32 bits as they are encoded; other values are passed over as they are.
+    pub(crate) fn take_numbers(&mut self, count: u32) -> &'a [u8] {
+        let start = self.at;
+        for _ in 0..count {
+            if self.small_unsigned().is_none() && self.skip().is_err() {
+                break;
+            }
+        }
+        self.since(start)
+    }
+
     /// The next values as they are encoded; fewer where the payload ends.
     pub(crate) fn take(&mut self, count: u32) -> &'a [u8] {
         let start = self.at;
