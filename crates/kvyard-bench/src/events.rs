@@ -43,6 +43,11 @@ impl Producer {
     /// Takes an engine's changes and writes them.
     pub fn drain(&mut self, engine: &mut crate::Engine) {
         engine.take_events(&mut self.log);
+        self.write();
+    }
+
+    /// Writes the changes that were taken last, once more.
+    pub fn write(&mut self) {
         self.payload.clear();
         self.encoder.encode(&self.log, 0.0, Some(0), &mut self.payload);
     }

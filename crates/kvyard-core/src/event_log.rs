@@ -174,7 +174,8 @@ impl EventLog {
     /// # Errors
     /// `OutOfMemory`.
     pub fn reserve(&mut self, wanted: EventReserve) -> Result<()> {
-        if self.enabled {
+        // Most decoded tokens fill no block.
+        if self.enabled && wanted.records > 0 {
             self.records.try_reserve(wanted.records)?;
             self.hashes.try_reserve(wanted.hashes)?;
             self.tokens.try_reserve(wanted.tokens)?;

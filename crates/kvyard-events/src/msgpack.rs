@@ -48,37 +48,39 @@ pub(crate) fn write_signed(out: &mut Vec<u8>, value: i64) {
 /// An unsigned number's bytes, left-aligned in a word, and how many they are.
 #[inline]
 fn short_form(value: u32) -> (u64, usize) {
-    /// By the number of significant bits: shift, marker, bytes.
-    const FORMS: [(u8, u8, u8); 33] = {
-        let mut forms = [(56, 0, 1); 33];
+    /// By the number of significant bits: the marker in its place, shift, bytes.
+    const FORMS: [(u64, u8, u8); 33] = {
+        let mut forms = [(0, 56, 1); 33];
         let mut bits = 8;
         while bits <= 32 {
             forms[bits] = match bits {
-                8 => (48, 0xcc, 2),
-                9..=16 => (40, 0xcd, 3),
-                _ => (24, 0xce, 5),
+                8 => (0xcc << 56, 48, 2),
+                9..=16 => (0xcd << 56, 40, 3),
+                _ => (0xce << 56, 24, 5),
             };
             bits += 1;
         }
         forms
     };
-    let (shift, marker, length) = FORMS[(u32::BITS - value.leading_zeros()) as usize];
-    (u64::from(marker) << 56 | u64::from(value) << shift, usize::from(length))
+    let (marker, shift, length) = FORMS[(u32::BITS - value.leading_zeros()) as usize];
+    (marker | u64::from(value) << (shift & 63), usize::from(length))
 }
 
 /// Token ids, without the header of their array. Most of a batch is this, so no token branches.
 pub(crate) fn write_token_ids(out: &mut Vec<u8>, token_ids: &[u32]) {
-    /// Tokens that are gathered before they are appended.
-    const CHUNK: usize = 32;
-    /// A token's longest form, and the rest of the last word written.
-    const ROOM: usize = CHUNK * 5 + 8;
-    let mut gathered = [0; ROOM];
+    /// Tokens that are gathered before they are appended: their longest forms end below `PLACES`.
+    const CHUNK: usize = 24;
+    /// A power of two, so that a place needs no check.
+    const PLACES: usize = 128;
+    // Behind the last place there is room for a whole word.
+    let mut gathered = [0; PLACES + 8];
     for chunk in token_ids.chunks(CHUNK) {
         let mut end = 0;
         for token in chunk {
             let (word, length) = short_form(*token);
-            gathered[end..end + 8].copy_from_slice(&word.to_be_bytes());
-            end += length;
+            let place = end % PLACES;
+            gathered[place..place + 8].copy_from_slice(&word.to_be_bytes());
+            end = place + length;
         }
         out.extend_from_slice(&gathered[..end]);
     }
