@@ -5,7 +5,6 @@ use std::sync::{Mutex, PoisonError};
 use kvyard_core::semantics::RemovalEvent;
 use kvyard_events::LiveSet as CoreLiveSet;
 use pyo3::prelude::*;
-use pyo3::sync::MutexExt;
 use pyo3::types::PyBytes;
 
 use crate::error::invalid_argument;
@@ -31,11 +30,11 @@ pub(crate) struct LiveSet {
 }
 
 impl LiveSet {
-    /// Runs `work`, which does not run Python, on the set. Its state is whole after a panic too: what
+    /// Runs `work`, which does not run Python, on the set, while other threads run Python: a dump of
+    /// a large pool takes long, and the engine must go on. Its state is whole after a panic too: what
     /// can panic is memory that runs out.
     fn with<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut CoreLiveSet) -> R + Send) -> R {
-        let mut core = self.core.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
-        work(&mut core)
+        py.detach(|| work(&mut self.core.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 }
 
