@@ -21,6 +21,9 @@ BASES: dict[type[kvyard.KVCacheError], tuple[type[Exception], ...]] = {
     kvyard.AlreadyTrackedError: (kvyard.OwnershipError, AssertionError),
     kvyard.HashConflictError: (kvyard.OwnershipError, AssertionError),
     kvyard.PoisonedError: (kvyard.KVCacheError,),
+    kvyard.EndpointError: (kvyard.KVCacheError, OSError),
+    kvyard.PublisherClosedError: (kvyard.KVCacheError, RuntimeError),
+    kvyard.MissingDependencyError: (kvyard.KVCacheError, ImportError),
 }
 
 

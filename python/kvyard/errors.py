@@ -86,3 +86,15 @@ class HashConflictError(OwnershipError, AssertionError):
 
 class PoisonedError(KVCacheError):
     """An internal invariant broke earlier; the manager refuses every later call."""
+
+
+class EndpointError(KVCacheError, OSError):
+    """A socket cannot be bound or connected to its endpoint: it is in use, or not allowed."""
+
+
+class PublisherClosedError(KVCacheError, RuntimeError):
+    """A publisher was used after it had been closed."""
+
+
+class MissingDependencyError(KVCacheError, ImportError):
+    """An optional package is absent; the message names the extra that installs it."""

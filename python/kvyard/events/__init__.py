@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 from kvyard._kvyard import LiveSet, PrefixIndex, decode_batch, encode_batch
+from kvyard.events.endpoints import endpoint_for_rank, pod_topic
+from kvyard.events.publisher import EventDump, EventPublisher, EventTransport, ZmqPublisher
 from kvyard.events.types import (
     AllBlocksCleared,
     BlockRemoved,
@@ -22,6 +24,9 @@ __all__ = [
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
+    "EventDump",
+    "EventPublisher",
+    "EventTransport",
     "ExternalBlockHash",
     "ExtraKeys",
     "KVCacheEvent",
@@ -29,6 +34,9 @@ __all__ = [
     "LiveSet",
     "PrefixIndex",
     "WireFormat",
+    "ZmqPublisher",
     "decode_batch",
     "encode_batch",
+    "endpoint_for_rank",
+    "pod_topic",
 ]
