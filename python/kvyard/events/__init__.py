@@ -9,6 +9,7 @@ from __future__ import annotations
 from kvyard._kvyard import LiveSet, PrefixIndex, decode_batch, encode_batch
 from kvyard.events.endpoints import endpoint_for_rank, pod_topic
 from kvyard.events.publisher import EventDump, EventPublisher, EventTransport, ZmqPublisher
+from kvyard.events.subscriber import BatchSource, EventSubscription, ReceivedBatch, subscribe
 from kvyard.events.types import (
     AllBlocksCleared,
     BlockRemoved,
@@ -22,10 +23,12 @@ from kvyard.events.types import (
 
 __all__ = [
     "AllBlocksCleared",
+    "BatchSource",
     "BlockRemoved",
     "BlockStored",
     "EventDump",
     "EventPublisher",
+    "EventSubscription",
     "EventTransport",
     "ExternalBlockHash",
     "ExtraKeys",
@@ -33,10 +36,12 @@ __all__ = [
     "KVEventBatch",
     "LiveSet",
     "PrefixIndex",
+    "ReceivedBatch",
     "WireFormat",
     "ZmqPublisher",
     "decode_batch",
     "encode_batch",
     "endpoint_for_rank",
     "pod_topic",
+    "subscribe",
 ]
