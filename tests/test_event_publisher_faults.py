@@ -101,7 +101,7 @@ def test_bytes_that_are_no_batch_are_left_out_of_the_state(
     ("options", "message"),
     [
         ({"hwm": -1}, "hwm"),
-        ({"buffer_steps": -1}, "buffer_steps"),
+        ({"buffer_steps": 0}, "buffer_steps"),
         ({"max_queue_size": 0}, "max_queue_size"),
         ({"data_parallel_rank": -1}, "data_parallel_rank"),
         ({"data_parallel_rank": None}, "data_parallel_rank"),

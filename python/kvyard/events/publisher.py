@@ -151,7 +151,8 @@ class EventPublisher:
         Args:
             transport: Carries the batches; closed with the publisher.
             data_parallel_rank: Rank of the engine, 0 or more.
-            buffer_steps: Batches that the ring keeps for replay.
+            buffer_steps: Batches that the ring keeps for replay: at least the last one, by which
+                a consumer sees that it is behind.
             max_queue_size: Batches that may wait for the transport.
             wire_format: How event objects are written; batches that come encoded stay as they are.
             start_sequence: Number of the first batch. None: "clock" for the router format, so that
@@ -166,7 +167,7 @@ class EventPublisher:
         self.wire_format = _wire_format(wire_format)
         self.data_parallel_rank = data_parallel_rank
         _at_least("data_parallel_rank", data_parallel_rank, 0)
-        _at_least("buffer_steps", buffer_steps, 0)
+        _at_least("buffer_steps", buffer_steps, 1)
         _at_least("max_queue_size", max_queue_size, 1)
         self._next_sequence = _first_sequence(start_sequence, self.wire_format)
         self._cleared_first = self._next_sequence != 0
