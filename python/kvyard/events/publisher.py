@@ -159,7 +159,8 @@ class EventPublisher:
                 a restarted publisher begins above its predecessor, else 0. Unless it is 0,
                 `AllBlocksCleared` goes out before the first batch that is published (not earlier:
                 consumers have yet to connect when a publisher is made).
-            live_set: Whether to keep the state for dumps; or the empty set to keep it in.
+            live_set: Whether to keep the state for dumps; or the empty set to keep it in: for a
+                pool whose `removal_event` is "every_copy" (vLLM's), a `LiveSet("every_copy")`.
 
         Raises:
             ConfigError: An argument is out of range.
