@@ -178,8 +178,10 @@ def low_bits(block_hash: bytes) -> int:
 
 
 def event_as_dict(event: kvyard.KVCacheEvent) -> dict[str, Any]:
-    """An event with the name of its type."""
+    """An event of `take_events` with the name of its type and vLLM's fields."""
     fields = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
+    for further in ("cache_salt", "announced_parent_block_hash"):
+        assert fields.pop(further, None) is None
     return {"type": type(event).__name__, **fields}
 
 

@@ -10,6 +10,7 @@ BASES: dict[type[kvyard.KVCacheError], tuple[type[Exception], ...]] = {
     kvyard.PlanningError: (kvyard.ConfigError, NotImplementedError),
     kvyard.InsufficientMemoryError: (kvyard.ConfigError,),
     kvyard.InvalidArgumentError: (kvyard.KVCacheError, ValueError, AssertionError),
+    kvyard.EventDecodeError: (kvyard.KVCacheError, ValueError),
     kvyard.OutOfBlocksError: (kvyard.KVCacheError, ValueError),
     kvyard.UnknownRequestError: (kvyard.KVCacheError, KeyError),
     kvyard.OwnershipError: (kvyard.KVCacheError, RuntimeError),
@@ -21,6 +22,9 @@ BASES: dict[type[kvyard.KVCacheError], tuple[type[Exception], ...]] = {
     kvyard.HashConflictError: (kvyard.OwnershipError, AssertionError),
     kvyard.InvariantError: (kvyard.KVCacheError, AssertionError),
     kvyard.PoisonedError: (kvyard.KVCacheError,),
+    kvyard.EndpointError: (kvyard.KVCacheError, OSError),
+    kvyard.PublisherClosedError: (kvyard.KVCacheError, RuntimeError),
+    kvyard.MissingDependencyError: (kvyard.KVCacheError, ImportError),
 }
 
 

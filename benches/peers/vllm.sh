@@ -34,5 +34,5 @@ fi
 maturin develop --release --quiet
 export VLLM_PLUGINS=none VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 PYTHONHASHSEED=0
 python benches/peers/side_by_side.py "$@"
-echo "kvyard's planner beside vLLM's, on random models:"
+echo "kvyard's planner beside vLLM's, on random models, and its event stream beside vLLM's:"
 KVYARD_DECLARE_TORCHVISION=1 python -m pytest -q tests/peers -W ignore -p no:logging

@@ -1,9 +1,9 @@
 """The compiled core. Import its classes from `kvyard`; counts are in tokens or blocks as named."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, final, overload
 
-from kvyard.events import KVCacheEvent
+from kvyard.events import KVCacheEvent, KVEventBatch
 
 __all__ = [
     "BlockHasher",
@@ -19,11 +19,15 @@ __all__ = [
     "KVCacheEvictionEvent",
     "KVCacheManager",
     "KVCacheMetricsCollector",
+    "LiveSet",
     "LostLease",
     "PoolBlocks",
     "PrefixCacheStats",
+    "PrefixIndex",
     "Request",
     "Semantics",
+    "decode_batch",
+    "encode_batch",
     "hash_block_tokens",
 ]
 
@@ -159,6 +163,34 @@ class HashFunction:
         """
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+def decode_batch(payload: bytes) -> KVEventBatch:
+    """The events in a payload of vLLM 0.25 or 0.33, SGLang or kvyard.
+
+    Events may be maps or arrays, hashes ints of either sign (answered as the unsigned int of the
+    same bits) or bytes. Unknown fields and events of unknown types are left out.
+
+    Raises:
+        EventDecodeError: It is no batch of events.
+    """
+
+def encode_batch(
+    events: Iterable[object],
+    ts: float,
+    data_parallel_rank: int | None = 0,
+    wire_format: str = "router",
+) -> bytes:
+    """Event objects, a connector's own say, as one msgpack payload.
+
+    Args:
+        events: Events of kvyard, or of vLLM: classes of the same names and fields.
+        ts: Seconds since the epoch.
+        data_parallel_rank: The engine's rank; None only in vLLM's formats, which say nil then.
+        wire_format: A `kvyard.events.WireFormat`. Only `router` writes a `cache_salt`.
+
+    Raises:
+        InvalidArgumentError: No such format, a missing rank, or a field of a wrong type.
+    """
 
 def hash_block_tokens(
     hash_function: HashFunction,
@@ -527,6 +559,8 @@ class BlockPool:
         enable_kv_cache_events: bool = False,
         metrics_collector: KVCacheMetricsCollector | None = None,
         semantics: Semantics = ...,
+        event_groups: Sequence[int] | None = None,
+        min_event_block_tokens: int = 0,
     ) -> Self:
         """Make a pool with blocks 1 to `num_gpu_blocks - 1` free, in ascending order.
 
@@ -537,6 +571,10 @@ class BlockPool:
             enable_kv_cache_events: Whether `take_events` has something to say.
             metrics_collector: Samples how long blocks live, or None.
             semantics: Default `Semantics.corrected()`.
+            event_groups: Groups whose changes are told; None: all.
+            min_event_block_tokens: Fewest tokens of a block that a key must cover to be told:
+                leaves out groups of smaller blocks, and boundaries near the start of a block. A
+                reset is always told.
 
         Raises:
             ConfigError: A size is not positive.
@@ -677,6 +715,25 @@ class BlockPool:
         """Held blocks as a share of all but the null block, 0 to 1."""
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call, oldest first, without the group's kind."""
+    def take_event_batch(
+        self,
+        wire_format: str = "router",
+        data_parallel_rank: int | None = 0,
+        ts: float | None = None,
+    ) -> bytes | None:
+        """The events since the last call as one msgpack payload; None if there are none.
+
+        What `take_events` answers, encoded without Python objects; whichever of the two is called
+        takes the events. Other threads can run meanwhile where there are many.
+
+        Args:
+            wire_format: A `kvyard.events.WireFormat`.
+            data_parallel_rank: The engine's rank; None only in vLLM's formats, which say nil then.
+            ts: Seconds since the epoch; None: now.
+
+        Raises:
+            InvalidArgumentError: No such format, or no rank where routers need one.
+        """
     def validate(self) -> None:
         """Check every invariant; for tests, it walks all blocks.
 
@@ -685,6 +742,56 @@ class BlockPool:
         """
     def state_digest(self) -> str:
         """A digest of the whole state: equal states have equal digests."""
+
+@final
+class LiveSet:
+    """The encoded store of each live block, so that a consumer that comes late can be told all.
+
+    It is fed with every payload that goes out, in order. `len` is the number of live (hash, group)
+    pairs. Memory follows that number, not the length of the stream; see docs/events.md for bytes a
+    block. One may be used by several threads.
+    """
+
+    def __new__(cls, removal_event: str = "last_copy") -> Self:
+        """Make an empty set.
+
+        Args:
+            removal_event: As in the pool's `Semantics`: "last_copy", one removal when no copy of a
+                hash is left, or "every_copy", one a copy, as vLLM 0.25.1.
+
+        Raises:
+            InvalidArgumentError: It is neither.
+        """
+    def apply(self, payload: bytes) -> None:
+        """Take in the next payload.
+
+        Raises:
+            EventDecodeError: It is no batch of events; nothing was taken in.
+        """
+    def clear(self) -> None:
+        """Forget everything, as after AllBlocksCleared."""
+    def dump(
+        self, ts: float, data_parallel_rank: int | None = 0, wire_format: str = "router"
+    ) -> list[bytes]:
+        """Batches that tell an empty consumer all that is live; none for an empty set.
+
+        Each store is of one block, parents come before children, and a parent that is gone is named
+        as the nearest ancestor that is live, or None. With "every_copy", a block is stored as often
+        as it has copies. A masked span of vLLM's, whose tokens do not match its hashes, is told
+        without tokens.
+
+        Args:
+            ts: Seconds since the epoch, of each batch.
+            data_parallel_rank: The engine's rank; None only in vLLM's formats.
+            wire_format: A `kvyard.events.WireFormat`, whichever the payloads had.
+
+        Raises:
+            InvalidArgumentError: No such format, or no rank where routers need one.
+        """
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the set takes, the allocator's own use estimated."""
+    def __len__(self) -> int: ...
 
 @final
 class KVCacheEvictionEvent:
@@ -749,6 +856,76 @@ class PrefixCacheStats:
         """Their tokens that were cached."""
 
 @final
+class PrefixIndex:
+    """How many leading tokens of a prompt does each worker hold?
+
+    Fed by the events of any number of workers, of vLLM, SGLang or kvyard, with any block sizes. It
+    goes by the tokens that stores tell, so that nobody's hashes need to be computed again. A worker
+    of several groups holds a prefix where all of them agree: full attention needs every block, a
+    sliding window those it covers, Mamba and chunked local attention the last one. Blocks on a
+    medium other than "GPU" (or None) do not count. A block whose parent is unknown counts once the
+    parent is told. One index may be used by several threads; `len` is the number of workers.
+    """
+
+    def __new__(cls, removal_event: str = "last_copy") -> Self:
+        """Make an index of no workers.
+
+        Args:
+            removal_event: How workers tell removals unless `add_worker` says otherwise: "last_copy"
+                for SGLang and kvyard's default semantics, "every_copy" for vLLM.
+
+        Raises:
+            InvalidArgumentError: It is neither.
+        """
+    def add_worker(self, worker: Hashable, removal_event: str | None = None) -> None:
+        """Make a worker known before its first batch, or one that tells removals in its own way.
+
+        Args:
+            worker: Any hashable name, such as (host, data-parallel rank).
+            removal_event: As in the constructor; None: the constructor's.
+
+        Raises:
+            InvalidArgumentError: The worker is known already.
+        """
+    def remove_worker(self, worker: Hashable) -> None:
+        """Forget a worker and what it holds; an unknown one is none."""
+    def apply(self, worker: Hashable, batch: bytes | KVEventBatch) -> None:
+        """Take in a worker's next batch, as payload or decoded; an unknown worker becomes known.
+
+        A worker that starts again is followed if it sends AllBlocksCleared first.
+
+        Raises:
+            EventDecodeError: The payload is no batch of events; nothing was taken in.
+            InvalidArgumentError: It is neither bytes nor a batch.
+        """
+    def matched_tokens(
+        self,
+        token_ids: Iterable[int],
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extra_keys: Sequence[tuple[str, int]] | None = None,
+    ) -> dict[Any, int]:
+        """Leading tokens that each known worker holds, 0 for none.
+
+        Args:
+            token_ids: The prompt.
+            lora_name: The adapter's name; for a worker that tells only its number, that as text.
+            cache_salt: The request's salt.
+            extra_keys: Media items: identifier and position of the first token in the prompt, in
+                the order of the positions.
+
+        Raises:
+            InvalidArgumentError: A token is no int of 32 bits, or items are out of order.
+        """
+    def num_blocks(self, worker: Hashable) -> int:
+        """Blocks that a worker holds, all groups together; 0 for an unknown one."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the index takes, the allocator's own use not counted."""
+    def __len__(self) -> int: ...
+
+@final
 class CacheHit:
     """What `KVCacheManager.lookup` found."""
 
@@ -787,6 +964,8 @@ class KVCacheManager:
         semantics: Semantics = ...,
         track_new_blocks: bool = True,
         retention_interval: int | None = None,
+        event_groups: Sequence[int] | None = None,
+        min_event_block_tokens: int = 0,
         verify_tokens: bool = False,
     ) -> Self:
         """Make a manager with an empty pool.
@@ -810,6 +989,10 @@ class KVCacheManager:
             retention_interval: Tokens between the boundaries at which window and Mamba groups stay
                 cached; 0 keeps the prompt's last one only, None all. vLLM reads it from
                 VLLM_PREFIX_CACHE_RETENTION_INTERVAL.
+            event_groups: Groups whose changes are told; None: all.
+            min_event_block_tokens: Fewest tokens of a block that a key must cover to be told:
+                leaves out groups of smaller blocks, and boundaries near the start of a block. A
+                reset is always told.
             verify_tokens: Whether a hit must also agree in a second fingerprint of its tokens and
                 extra keys, keyed per process, so that colliding or forged block hashes never
                 serve another prefix. Takes 16 bytes a block.
@@ -969,6 +1152,25 @@ class KVCacheManager:
         """Per group, leading blocks that all requests share with this one; 0 if it is unknown."""
     def take_events(self) -> list[KVCacheEvent]:
         """Events since the last call, oldest first, with each group's kind."""
+    def take_event_batch(
+        self,
+        wire_format: str = "router",
+        data_parallel_rank: int | None = 0,
+        ts: float | None = None,
+    ) -> bytes | None:
+        """The events since the last call as one msgpack payload; None if there are none.
+
+        What `take_events` answers, encoded without Python objects; whichever of the two is called
+        takes the events. Other threads can run meanwhile where there are many.
+
+        Args:
+            wire_format: A `kvyard.events.WireFormat`.
+            data_parallel_rank: The engine's rank; None only in vLLM's formats, which say nil then.
+            ts: Seconds since the epoch; None: now.
+
+        Raises:
+            InvalidArgumentError: No such format, or no rank where routers need one.
+        """
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """A snapshot of a request's table; the shared empty object if it is unknown."""
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:

@@ -40,6 +40,10 @@ class InvalidArgumentError(KVCacheError, ValueError, AssertionError):
     """An argument of a call is wrong: a negative count, an unknown id, a mask of wrong length."""
 
 
+class EventDecodeError(KVCacheError, ValueError):
+    """A payload is no batch of KV events; the message says at which byte, and what is expected."""
+
+
 class OutOfBlocksError(KVCacheError, ValueError):
     """More blocks were demanded of the pool than it has free."""
 
@@ -93,3 +97,15 @@ class InvariantError(KVCacheError, AssertionError):
 
 class PoisonedError(KVCacheError):
     """An internal invariant broke earlier; the manager refuses every later call."""
+
+
+class EndpointError(KVCacheError, OSError):
+    """A socket cannot be bound or connected to its endpoint: it is in use, or not allowed."""
+
+
+class PublisherClosedError(KVCacheError, RuntimeError):
+    """A publisher was used after it had been closed."""
+
+
+class MissingDependencyError(KVCacheError, ImportError):
+    """An optional package is absent; the message names the extra that installs it."""

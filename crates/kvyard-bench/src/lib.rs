@@ -4,6 +4,11 @@
 
 #![forbid(unsafe_code)]
 
+pub mod events;
+
+use kvyard_core::event_log::EventLog;
+use kvyard_core::hashing::ExtraKeySource;
+use kvyard_core::request_view::BlockContent;
 use kvyard_core::{
     AllocateSlots, BlockHash, BlockPool, BlockPoolConfig, KVCacheManager, KVCacheManagerConfig,
     RequestCall, RequestStatus, RequestView, Semantics,
@@ -63,6 +68,9 @@ pub struct Engine {
     /// The hashes of the request that decodes, and how far it is.
     decoding: Vec<BlockHash>,
     num_decoded: u32,
+    /// What every request says while events are on, and nothing else.
+    tokens: Vec<u32>,
+    keys: ExtraKeySource,
 }
 
 fn call<'a>(
@@ -70,6 +78,7 @@ fn call<'a>(
     hashes: &'a [BlockHash],
     computed: u32,
     tokens: u32,
+    content: Option<BlockContent<'a>>,
 ) -> RequestCall<'a> {
     RequestCall {
         request_id,
@@ -82,8 +91,12 @@ fn call<'a>(
         },
         block_hashes: hashes,
         fingerprints: &[],
-        content: None,
+        content,
     }
+}
+
+fn content<'a>(token_ids: &'a [u32], keys: &'a ExtraKeySource) -> Option<BlockContent<'a>> {
+    (!token_ids.is_empty()).then_some(BlockContent { token_ids, first_token: 0, keys })
 }
 
 impl Engine {
@@ -92,8 +105,17 @@ impl Engine {
     /// # Panics
     /// If the configuration is refused.
     pub fn new(num_blocks: u32) -> Self {
+        Self::with_events(num_blocks, false)
+    }
+
+    /// The same, with changes recorded.
+    ///
+    /// # Panics
+    /// If the configuration is refused.
+    pub fn with_events(num_blocks: u32, enable_kv_cache_events: bool) -> Self {
         let config = KVCacheManagerConfig {
             track_new_blocks: false,
+            enable_kv_cache_events,
             ..KVCacheManagerConfig::new(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
         };
         let per_prompt = u64::from(PROMPT_BLOCKS);
@@ -106,9 +128,16 @@ impl Engine {
             next_prompt: 0,
             decoding: (0..4096).map(|block| digest(u64::MAX / 8 + block)).collect(),
             num_decoded: 0,
+            tokens: Vec::new(),
+            keys: ExtraKeySource::default(),
         };
+        if enable_kv_cache_events {
+            engine.tokens = events::token_ids(4096 * BLOCK_SIZE as usize);
+        }
+        let mut log = EventLog::default();
         for _ in 0..=num_prompts / 2 {
             engine.prefill();
+            engine.take_events(&mut log);
         }
         engine
     }
@@ -116,6 +145,11 @@ impl Engine {
     /// The manager.
     pub fn manager(&self) -> &KVCacheManager {
         &self.manager
+    }
+
+    /// Exchanges the log of changes for `spare`.
+    pub fn take_events(&mut self, spare: &mut EventLog) {
+        self.manager.pool_mut().take_event_log(spare);
     }
 
     /// A prompt that is not cached comes, is computed whole and goes: as many blocks are evicted as
@@ -126,7 +160,7 @@ impl Engine {
     pub fn prefill(&mut self) {
         let hashes = &self.prompts[self.next_prompt % self.prompts.len()];
         self.next_prompt += 1;
-        let call = call("prefill", hashes, 0, PROMPT_TOKENS);
+        let call = call("prefill", hashes, 0, PROMPT_TOKENS, content(&self.tokens, &self.keys));
         let fresh = self.manager.allocate_slots(&AllocateSlots::new(&call, PROMPT_TOKENS));
         assert!(fresh.is_ok_and(|fresh| fresh.is_some()), "a prompt fits");
         self.manager.free("prefill", None);
@@ -139,7 +173,7 @@ impl Engine {
         // A stride that visits them in an order the processor cannot foresee.
         let age = 1 + (number * 7919) % cached.max(1);
         let prompt = (self.next_prompt + self.prompts.len() - age) % self.prompts.len();
-        let call = call("lookup", &self.prompts[prompt], 0, PROMPT_TOKENS);
+        let call = call("lookup", &self.prompts[prompt], 0, PROMPT_TOKENS, None);
         self.manager.lookup(&call).num_tokens
     }
 
@@ -148,7 +182,7 @@ impl Engine {
         let missing = self.prompts.len() / 4;
         let ahead = number * 7919 % missing.max(1);
         let prompt = (self.next_prompt + ahead) % self.prompts.len();
-        let call = call("lookup", &self.prompts[prompt], 0, PROMPT_TOKENS);
+        let call = call("lookup", &self.prompts[prompt], 0, PROMPT_TOKENS, None);
         self.manager.lookup(&call).num_tokens
     }
 
@@ -158,7 +192,8 @@ impl Engine {
     /// If the block does not fit.
     pub fn decode(&mut self) {
         let computed = self.num_decoded;
-        let call = call("decode", &self.decoding, computed, computed + 1);
+        let content = content(&self.tokens, &self.keys);
+        let call = call("decode", &self.decoding, computed, computed + 1, content);
         let fresh = self.manager.allocate_slots(&AllocateSlots::new(&call, 1));
         assert!(fresh.is_ok_and(|fresh| fresh.is_some()), "a block fits");
         self.num_decoded += 1;

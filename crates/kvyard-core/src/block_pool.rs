@@ -21,7 +21,7 @@ mod handed_out;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::{KVCacheError, Result};
-use crate::event_log::{EventLog, EventReserve, KVCacheEvent};
+use crate::event_log::{EventFilter, EventLog, EventReserve, KVCacheEvent};
 use crate::free_queue::FreeKVCacheBlockQueue;
 use crate::hashing::Fingerprint;
 use crate::history::{Effect, History};
@@ -226,6 +226,20 @@ impl BlockPool {
     /// Changes of the prefix cache since the log was last taken, oldest first.
     pub fn events(&self) -> &EventLog {
         &self.events
+    }
+
+    /// Leaves out of the log what nobody wants to know. To be called before anything is cached: who
+    /// was told of a store waits for the removal.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if a block is cached already.
+    pub fn set_event_filter(&mut self, filter: EventFilter) -> Result<()> {
+        if self.prefix.num_keys() > 0 {
+            let reason = "must be set before the first block is cached";
+            return Err(KVCacheError::argument("event_filter", reason));
+        }
+        self.events.set_filter(filter);
+        Ok(())
     }
 
     /// Exchanges the log for `spare`, which is emptied first and whose capacity is reused.
@@ -545,7 +559,7 @@ impl BlockPool {
         let (events, every) = (&mut self.events, self.config.semantics.removal_event);
         self.prefix.remove_all(block, |key, was_last_copy| {
             if was_last_copy || every == RemovalEvent::EveryCopy {
-                events.record_removed(key.hash, key.group);
+                events.record_removed(&key);
             }
         });
     }

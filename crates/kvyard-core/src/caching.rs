@@ -186,6 +186,7 @@ impl BlockPool {
         self.plan_cache_full_blocks(call, call.stop)?;
         call.check_distinct()?;
         let blocks = call.stop - call.start;
+        self.events.reserve_group(call.group)?;
         self.reserve(0, blocks, self.events_of_stores(call.request, blocks, call.block_size))?;
         let op = Op::CacheFull {
             request: 0,
@@ -287,7 +288,8 @@ impl BlockPool {
                 self.insert_key(block, key, fingerprint);
             }
         }
-        if let Some(content) = call.request.content.filter(|_| self.events.is_enabled()) {
+        let is_wanted = self.events.wants_store(call.group, call.block_size, call.block_size);
+        if let Some(content) = call.request.content.filter(|_| is_wanted) {
             self.record_full_blocks(&StoreEvents { call, hashes, content });
         }
     }
@@ -359,10 +361,11 @@ impl BlockPool {
             self.prefix.primary(block).is_some_and(|old| old.covered_tokens < num_tokens);
         // What a promoted block announced before is withdrawn first, so it is no ancestor.
         let withdrawn = is_promoted.then_some(block);
-        let (parent, start) = self.partial_parent(request, num_tokens, group, withdrawn);
+        let (parent, start) = self.partial_parent(request, &key, block_size, withdrawn);
         self.check_content(request, start as usize..num_tokens as usize)?;
         self.prefix.reserve(1)?;
         self.prefix.reserve_alias()?;
+        self.events.reserve_group(group)?;
         let keys = self.prefix.num_keys_of(block) + 1;
         let tokens = (num_tokens - start) as usize;
         let extra_keys = request.content.map_or(0, |content| content.keys.most_block_keys(1));
@@ -383,7 +386,8 @@ impl BlockPool {
         self.history.note(Effect::Keyed, block);
         let boundary = (num_tokens / self.config().hash_block_size) as usize - 1;
         self.insert_key(block, key, request.fingerprints.get(boundary).copied());
-        if let Some(content) = request.content.filter(|_| self.events.is_enabled()) {
+        let is_wanted = self.events.wants_store(group, num_tokens, block_size);
+        if let Some(content) = request.content.filter(|_| is_wanted) {
             let span = start as usize..num_tokens as usize;
             let rule = self.config().semantics.media_cursor;
             let cursor = content.keys.media_cursor_at(span.start, rule);
@@ -431,11 +435,16 @@ impl BlockPool {
     fn partial_parent(
         &self,
         request: &RequestCall<'_>,
-        num_tokens: u32,
-        group: GroupId,
+        key: &PrefixKey,
+        block_size: u32,
         withdrawn: Option<BlockId>,
     ) -> (Option<BlockHash>, u32) {
+        let PrefixKey { group, covered_tokens: num_tokens, .. } = *key;
         let size = self.config().hash_block_size;
+        let is_told = |at: usize| {
+            let boundary = length(at + 1) * size;
+            self.events.tells(group, boundary, block_size)
+        };
         let before = &request.block_hashes[..(num_tokens / size) as usize - 1];
         match self.config().semantics.sparse_store_event {
             SparseStoreEvent::OnePerCall => (before.last().copied(), num_tokens - size),
@@ -443,13 +452,11 @@ impl BlockPool {
                 .iter()
                 .enumerate()
                 .rev()
-                .find(|(_, hash)| {
-                    self.prefix.copies(hash, group).any(|copy| Some(copy) != withdrawn)
+                .find(|(at, hash)| {
+                    let mut copies = self.prefix.copies(hash, group);
+                    is_told(*at) && copies.any(|copy| Some(copy) != withdrawn)
                 })
-                .map_or((None, 0), |(at, hash)| {
-                    let boundary = u32::try_from(at + 1).expect("positions are below num_tokens");
-                    (Some(*hash), boundary * size)
-                }),
+                .map_or((None, 0), |(at, hash)| (Some(*hash), length(at + 1) * size)),
         }
     }
 

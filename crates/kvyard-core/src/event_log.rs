@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::hashing::{ExtraKey, ExtraKeySource};
 use crate::id::GroupId;
 use crate::memory::Grow;
+use crate::prefix_map::PrefixKey;
 use crate::request_view::BlockContent;
 
 /// What a record is about.
@@ -32,8 +33,15 @@ struct Record {
     extras_end: usize,
     parent: Option<BlockHash>,
     block_size: u32,
-    /// Position in `adapters` + 1; 0: none.
-    adapter: u32,
+    /// Position in `origins` + 1; 0: none.
+    origin: u32,
+}
+
+/// What a whole request adds to its tokens.
+#[derive(Clone, Debug)]
+struct Origin {
+    adapter: Option<EventAdapter>,
+    cache_salt: Option<Arc<str>>,
 }
 
 /// The adapter that a store belongs to.
@@ -82,6 +90,8 @@ pub enum KVCacheEvent<'a> {
         block_size: u32,
         /// The adapter, if any.
         adapter: Option<&'a EventAdapter>,
+        /// The request's salt, if any, also where the span does not hold the first block.
+        cache_salt: Option<&'a str>,
         /// For each hash the extra keys of its block; empty if no block has any.
         extra_keys: BlockExtraKeys<'a>,
         /// The group.
@@ -98,17 +108,44 @@ pub enum KVCacheEvent<'a> {
     AllBlocksCleared,
 }
 
+/// Which changes anybody wants to know; a reset is always told.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EventFilter {
+    /// Groups to tell of; none: all.
+    pub groups: Option<Vec<GroupId>>,
+    /// Fewest tokens of a block that a key must cover to be told: leaves out groups of small blocks,
+    /// and boundaries near the start of a block.
+    pub min_block_tokens: u32,
+}
+
+/// The filter, as it is asked.
+#[derive(Debug)]
+struct Filter {
+    wanted: EventFilter,
+    /// Tokens per block of each group, from its stores: removals come after them.
+    block_sizes: Vec<u32>,
+}
+
+impl Filter {
+    fn lets_pass(&self, group: GroupId, covered_tokens: u32, block_size: u32) -> bool {
+        let in_block = (covered_tokens.max(1) - 1) % block_size.max(1) + 1;
+        in_block >= self.wanted.min_block_tokens
+            && self.wanted.groups.as_ref().is_none_or(|groups| groups.contains(&group))
+    }
+}
+
 /// See the module.
 #[derive(Debug, Default)]
 pub struct EventLog {
     enabled: bool,
+    filter: Option<Box<Filter>>,
     records: Vec<Record>,
     hashes: Vec<BlockHash>,
     tokens: Vec<u32>,
     extras: Vec<ExtraKey>,
     /// Ends of the blocks' keys in `extras`.
     extras_ends: Vec<usize>,
-    adapters: Vec<EventAdapter>,
+    origins: Vec<Origin>,
 }
 
 /// How much one call may add to the log. What a call does in several places is added up first: room
@@ -151,6 +188,11 @@ impl EventLog {
         self.records.len()
     }
 
+    /// How many token ids are waiting: most of what a reader of the log has to copy.
+    pub fn num_token_ids(&self) -> usize {
+        self.tokens.len()
+    }
+
     /// Whether no change is waiting.
     pub fn is_empty(&self) -> bool {
         self.records.is_empty()
@@ -161,13 +203,14 @@ impl EventLog {
     /// # Errors
     /// `OutOfMemory`.
     pub fn reserve(&mut self, wanted: EventReserve) -> Result<()> {
-        if self.enabled {
+        // Most decoded tokens fill no block.
+        if self.enabled && wanted.records > 0 {
             self.records.make_room(wanted.records)?;
             self.hashes.make_room(wanted.hashes)?;
             self.tokens.make_room(wanted.tokens)?;
             self.extras.make_room(wanted.extra_keys)?;
             self.extras_ends.make_room(wanted.hashes)?;
-            self.adapters.make_room(wanted.records)?;
+            self.origins.make_room(wanted.records)?;
         }
         Ok(())
     }
@@ -177,6 +220,7 @@ impl EventLog {
     pub fn take(&mut self, spare: &mut Self) {
         spare.clear();
         spare.enabled = self.enabled;
+        spare.filter = self.filter.take();
         std::mem::swap(self, spare);
     }
 
@@ -187,7 +231,7 @@ impl EventLog {
         self.tokens.clear();
         self.extras.clear();
         self.extras_ends.clear();
-        self.adapters.clear();
+        self.origins.clear();
     }
 
     /// The waiting changes, oldest first.
@@ -199,6 +243,7 @@ impl EventLog {
         );
         self.records.iter().zip(starts).map(|(record, (hashes, tokens, extras))| {
             let block_hashes = &self.hashes[hashes..record.hashes_end];
+            let origin = (record.origin as usize).checked_sub(1).map(|at| &self.origins[at]);
             match record.kind {
                 Kind::Cleared => KVCacheEvent::AllBlocksCleared,
                 Kind::Removed => KVCacheEvent::BlockRemoved { block_hashes, group: record.group },
@@ -207,9 +252,8 @@ impl EventLog {
                     parent_block_hash: record.parent,
                     token_ids: &self.tokens[tokens..record.tokens_end],
                     block_size: record.block_size,
-                    adapter: (record.adapter as usize)
-                        .checked_sub(1)
-                        .map(|adapter| &self.adapters[adapter]),
+                    adapter: origin.and_then(|origin| origin.adapter.as_ref()),
+                    cache_salt: origin.and_then(|origin| origin.cache_salt.as_deref()),
                     extra_keys: BlockExtraKeys {
                         start: extras.checked_sub(1).map_or(0, |last| self.extras_ends[last]),
                         ends: &self.extras_ends[extras..record.extras_end],
@@ -221,11 +265,56 @@ impl EventLog {
         })
     }
 
-    pub(crate) fn record_removed(&mut self, hash: BlockHash, group: GroupId) {
-        if self.enabled {
-            self.hashes.push(hash);
-            self.push(Kind::Removed, group, None, 0, 0);
+    pub(crate) fn set_filter(&mut self, wanted: EventFilter) {
+        let is_needed = wanted != EventFilter::default();
+        self.filter = is_needed.then(|| Box::new(Filter { wanted, block_sizes: Vec::new() }));
+    }
+
+    /// Makes room to note a group's block size, which a filter needs.
+    pub(crate) fn reserve_group(&mut self, group: GroupId) -> Result<()> {
+        if let Some(filter) = &mut self.filter
+            && let Some(missing) = (group.index() + 1).checked_sub(filter.block_sizes.len())
+        {
+            filter.block_sizes.make_room(missing)?;
+            filter.block_sizes.resize(group.index() + 1, 0);
         }
+        Ok(())
+    }
+
+    /// Whether a key of a group would be told.
+    #[inline]
+    pub(crate) fn tells(&self, group: GroupId, covered_tokens: u32, block_size: u32) -> bool {
+        let filter = self.filter.as_ref();
+        filter.is_none_or(|filter| filter.lets_pass(group, covered_tokens, block_size))
+    }
+
+    /// Whether a store is to be recorded; notes the group's block size.
+    #[inline]
+    pub(crate) fn wants_store(
+        &mut self,
+        group: GroupId,
+        covered_tokens: u32,
+        block_size: u32,
+    ) -> bool {
+        if let Some(filter) = &mut self.filter {
+            filter.block_sizes[group.index()] = block_size;
+        }
+        self.enabled && self.tells(group, covered_tokens, block_size)
+    }
+
+    #[inline]
+    pub(crate) fn record_removed(&mut self, key: &PrefixKey) {
+        if !self.enabled {
+            return;
+        }
+        if let Some(filter) = &self.filter {
+            let size = filter.block_sizes.get(key.group.index()).copied().unwrap_or(0);
+            if !filter.lets_pass(key.group, key.covered_tokens, size) {
+                return;
+            }
+        }
+        self.hashes.push(key.hash);
+        self.push(Kind::Removed, key.group, None, 0, 0);
     }
 
     pub(crate) fn record_cleared(&mut self) {
@@ -262,12 +351,17 @@ impl EventLog {
     ) {
         let first = content.first_token;
         self.tokens.extend_from_slice(&content.token_ids[span.start - first..span.end - first]);
-        let mut adapter = 0;
-        if let Some(lora) = content.keys.lora() {
-            self.adapters.push(EventAdapter { id: lora.id, name: lora.name.text.clone() });
-            adapter = u32::try_from(self.adapters.len()).expect("adapters are bounded by records");
+        let (lora, salt) = (content.keys.lora(), content.keys.cache_salt());
+        let mut origin = 0;
+        if lora.is_some() || salt.is_some() {
+            self.origins.push(Origin {
+                adapter: lora
+                    .map(|lora| EventAdapter { id: lora.id, name: lora.name.text.clone() }),
+                cache_salt: salt.map(|salt| salt.text.clone()),
+            });
+            origin = u32::try_from(self.origins.len()).expect("origins are bounded by records");
         }
-        self.push(Kind::Stored, group, parent, block_size, adapter);
+        self.push(Kind::Stored, group, parent, block_size, origin);
     }
 
     fn push(
@@ -276,7 +370,7 @@ impl EventLog {
         group: GroupId,
         parent: Option<BlockHash>,
         block_size: u32,
-        adapter: u32,
+        origin: u32,
     ) {
         self.records.push(Record {
             kind,
@@ -286,7 +380,7 @@ impl EventLog {
             extras_end: self.extras_ends.len(),
             parent,
             block_size,
-            adapter,
+            origin,
         });
     }
 }

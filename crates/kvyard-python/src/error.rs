@@ -9,6 +9,7 @@ pyo3::import_exception!(kvyard.errors, OutOfBlocksError);
 pyo3::import_exception!(kvyard.errors, UnknownRequestError);
 pyo3::import_exception!(kvyard.errors, DoubleFreeError);
 pyo3::import_exception!(kvyard.errors, StaleBlockError);
+pyo3::import_exception!(kvyard.errors, EventDecodeError);
 pyo3::import_exception!(kvyard.errors, ForeignBlockError);
 pyo3::import_exception!(kvyard.errors, NotOwnedError);
 pyo3::import_exception!(kvyard.errors, AlreadyTrackedError);

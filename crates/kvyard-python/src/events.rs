@@ -14,13 +14,14 @@ use crate::shared::Shared;
 /// Where the pool's blocks live, as consumers name it.
 const MEDIUM: &str = "GPU";
 
-struct EventClasses {
-    stored: Py<PyType>,
-    removed: Py<PyType>,
-    cleared: Py<PyType>,
+pub(crate) struct EventClasses {
+    pub(crate) stored: Py<PyType>,
+    pub(crate) removed: Py<PyType>,
+    pub(crate) cleared: Py<PyType>,
+    pub(crate) batch: Py<PyType>,
 }
 
-fn event_classes(py: Python<'_>) -> PyResult<&EventClasses> {
+pub(crate) fn event_classes(py: Python<'_>) -> PyResult<&EventClasses> {
     static CLASSES: PyOnceLock<EventClasses> = PyOnceLock::new();
     CLASSES.get_or_try_init(py, || {
         let module = py.import("kvyard.events")?;
@@ -31,6 +32,7 @@ fn event_classes(py: Python<'_>) -> PyResult<&EventClasses> {
             stored: class("BlockStored")?,
             removed: class("BlockRemoved")?,
             cleared: class("AllBlocksCleared")?,
+            batch: class("KVEventBatch")?,
         })
     })
 }
@@ -102,6 +104,7 @@ impl<'py> Reader<'_, 'py> {
                 adapter,
                 extra_keys,
                 group,
+                ..
             } => {
                 let kind = self.kinds.get(group.index());
                 let arguments = (

@@ -8,12 +8,15 @@ mod blocks;
 mod config;
 mod convert;
 mod error;
+mod event_batch;
 mod events;
 mod hashing;
 mod lease;
+mod live_set;
 mod manager;
 mod metrics;
 mod pool;
+mod prefix_index;
 mod request;
 mod semantics;
 mod shared;
@@ -24,15 +27,21 @@ mod _kvyard {
     #[pymodule_export]
     use crate::blocks::{KVCacheBlock, KVCacheBlocks};
     #[pymodule_export]
+    use crate::event_batch::{decode_batch, encode_batch};
+    #[pymodule_export]
     use crate::hashing::{BlockHasher, HashFunction, hash_block_tokens};
     #[pymodule_export]
     use crate::lease::{BlockLease, BlockLeaseIterator, LostLease};
+    #[pymodule_export]
+    use crate::live_set::LiveSet;
     #[pymodule_export]
     use crate::manager::{CacheHit, KVCacheManager, PrefixCacheStats};
     #[pymodule_export]
     use crate::metrics::{KVCacheEvictionEvent, KVCacheMetricsCollector};
     #[pymodule_export]
     use crate::pool::{BlockPool, CachedBlocks, FreeBlockQueue, PoolBlocks};
+    #[pymodule_export]
+    use crate::prefix_index::PrefixIndex;
     #[pymodule_export]
     use crate::request::Request;
     #[pymodule_export]

@@ -8,12 +8,13 @@ use kvyard_core::{
     KVCacheGroupSpec, KVCacheManager as CoreManager, KVCacheManagerConfig,
 };
 use pyo3::prelude::*;
-use pyo3::types::{PyString, PyTuple};
+use pyo3::types::{PyBytes, PyString, PyTuple};
 
 use crate::blocks::{BlockObjects, KVCacheBlocks, id_lists};
 use crate::config::{config_count, groups, positive, positive_number};
 use crate::convert::count;
 use crate::error::{OrPython, PoisonedError};
+use crate::event_batch::{BatchHeader, event_filter, take_event_batch};
 use crate::events::{take_events, use_int_block_hashes};
 use crate::lease::{BlockLease, LostLease};
 use crate::metrics::KVCacheMetricsCollector;
@@ -155,7 +156,8 @@ impl KVCacheManager {
         log_stats = false, enable_kv_cache_events = false, dcp_world_size = 1,
         pcp_world_size = 1, metrics_collector = None, watermark = 0.0,
         semantics = Semantics(kvyard_core::Semantics::corrected()), track_new_blocks = true,
-        retention_interval = None, verify_tokens = false
+        retention_interval = None, event_groups = None, min_event_block_tokens = 0,
+        verify_tokens = false
     ))]
     #[expect(clippy::too_many_arguments, reason = "the signature of vLLM's KVCacheManager")]
     #[expect(clippy::fn_params_excessive_bools, reason = "the signature of vLLM's KVCacheManager")]
@@ -177,6 +179,8 @@ impl KVCacheManager {
         semantics: Semantics,
         track_new_blocks: bool,
         retention_interval: Option<i64>,
+        event_groups: Option<Vec<i64>>,
+        min_event_block_tokens: i64,
         verify_tokens: bool,
     ) -> PyResult<Self> {
         let groups = groups(&kv_cache_config)?;
@@ -218,8 +222,10 @@ impl KVCacheManager {
         let residency = metrics_collector.as_ref().map(|metrics| metrics.get().start());
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
+        let filter = event_filter(event_groups, min_event_block_tokens, Some(kinds.len()))?;
         let fingerprint_key = verify_tokens.then(|| fingerprint_key(py)).transpose()?;
-        let core = py.detach(|| CoreManager::new(config, residency)).or_python()?;
+        let mut core = py.detach(|| CoreManager::new(config, residency)).or_python()?;
+        core.pool_mut().set_event_filter(filter).or_python()?;
         let (empty, watermark_blocks) = (core.empty_kv_cache_blocks(), core.watermark_blocks());
         let shared =
             Arc::new(Shared::new(Core::Manager(Box::new(core)), has_residency, fingerprint_key));
@@ -485,6 +491,22 @@ impl KVCacheManager {
     /// The changes of the prefix cache since the last call, oldest first.
     fn take_events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
         take_events(py, &self.shared, &self.kinds, self.use_int_block_hashes)
+    }
+
+    /// The same as one finished payload; None if nothing changed.
+    #[pyo3(
+        signature = (wire_format = "router", data_parallel_rank = Some(0), ts = None),
+        text_signature = "($self, wire_format='router', data_parallel_rank=0, ts=None)"
+    )]
+    fn take_event_batch<'py>(
+        &self,
+        py: Python<'py>,
+        wire_format: &str,
+        data_parallel_rank: Option<i64>,
+        ts: Option<f64>,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let header = BatchHeader::new(wire_format, data_parallel_rank, ts)?;
+        take_event_batch(py, &self.shared, &self.kinds, self.use_int_block_hashes, &header)
     }
 
     /// A snapshot of a request's blocks.

@@ -11,6 +11,8 @@ use pyo3::types::{PyBytes, PyList};
 use crate::blocks::{BlockObjects, KVCacheBlock, index_blocks, slice_bounds};
 use crate::convert::{block_hash, count};
 use crate::error::{InvariantError, OrPython, invalid_argument, to_python};
+use crate::event_batch::{BatchHeader, event_filter, take_event_batch};
+use crate::events::use_int_block_hashes;
 use crate::lease::{BlockLease, BlockLeaseIterator};
 use crate::metrics::KVCacheMetricsCollector;
 use crate::request::RequestArgument;
@@ -65,8 +67,13 @@ impl BlockPool {
     #[new]
     #[pyo3(signature = (
         num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events = false,
-        metrics_collector = None, semantics = Semantics(kvyard_core::Semantics::corrected())
+        metrics_collector = None, semantics = Semantics(kvyard_core::Semantics::corrected()),
+        event_groups = None, min_event_block_tokens = 0
     ))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the signature of vLLM's BlockPool, and a filter"
+    )]
     fn new(
         py: Python<'_>,
         num_gpu_blocks: &Bound<'_, PyAny>,
@@ -75,6 +82,8 @@ impl BlockPool {
         enable_kv_cache_events: bool,
         metrics_collector: Option<Py<KVCacheMetricsCollector>>,
         semantics: Semantics,
+        event_groups: Option<Vec<i64>>,
+        min_event_block_tokens: i64,
     ) -> PyResult<Self> {
         let config = BlockPoolConfig {
             num_blocks: crate::config::positive("num_gpu_blocks", num_gpu_blocks)?,
@@ -87,7 +96,9 @@ impl BlockPool {
         let residency = metrics_collector.as_ref().map(|metrics| metrics.get().start());
         let residency = residency.transpose()?;
         let has_residency = residency.is_some();
-        let core = py.detach(|| kvyard_core::BlockPool::new(config, residency)).or_python()?;
+        let filter = event_filter(event_groups, min_event_block_tokens, None)?;
+        let mut core = py.detach(|| kvyard_core::BlockPool::new(config, residency)).or_python()?;
+        core.set_event_filter(filter).or_python()?;
         let shared = Arc::new(Shared::new(Core::Pool(Box::new(core)), has_residency, None));
         Ok(Self::over(shared, metrics_collector))
     }
@@ -304,6 +315,22 @@ impl BlockPool {
     /// The changes since the last call, oldest first.
     fn take_events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
         crate::events::take_pool_events(py, &self.shared)
+    }
+
+    /// The same as one finished payload; None if nothing changed.
+    #[pyo3(
+        signature = (wire_format = "router", data_parallel_rank = Some(0), ts = None),
+        text_signature = "($self, wire_format='router', data_parallel_rank=0, ts=None)"
+    )]
+    fn take_event_batch<'py>(
+        &self,
+        py: Python<'py>,
+        wire_format: &str,
+        data_parallel_rank: Option<i64>,
+        ts: Option<f64>,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let header = BatchHeader::new(wire_format, data_parallel_rank, ts)?;
+        take_event_batch(py, &self.shared, &[], use_int_block_hashes(), &header)
     }
 
     /// Checks every invariant; AssertionError names the one that does not hold.

@@ -13,6 +13,7 @@ use pyo3::prelude::*;
 use pyo3::sync::{MutexExt, PyOnceLock};
 
 use crate::error::{OrPython, PoisonedError};
+use crate::event_batch::BatchWriter;
 use crate::lease::OpenLeases;
 
 /// A manager, or a pool on its own.
@@ -74,6 +75,7 @@ pub(crate) const LONG: usize = 1024;
 pub(crate) struct Shared {
     core: Mutex<Core>,
     spare_events: Mutex<EventLog>,
+    spare_writer: Mutex<BatchWriter>,
     open_leases: Mutex<OpenLeases>,
     pub(crate) pool_id: u64,
     pub(crate) num_blocks: u32,
@@ -108,6 +110,7 @@ impl Shared {
             enable_kv_cache_events: config.enable_kv_cache_events,
             core: Mutex::new(core),
             spare_events: Mutex::default(),
+            spare_writer: Mutex::default(),
             open_leases: Mutex::default(),
             hash_width: AtomicUsize::new(0),
             semantics: config.semantics,
@@ -119,6 +122,11 @@ impl Shared {
     /// An event log to swap in while the full one is read.
     pub(crate) fn spare_events(&self) -> MutexGuard<'_, EventLog> {
         lock(&self.spare_events)
+    }
+
+    /// What the next batch of events is written with and into.
+    pub(crate) fn spare_writer(&self) -> MutexGuard<'_, BatchWriter> {
+        lock(&self.spare_writer)
     }
 
     /// The leases that were not given back yet.

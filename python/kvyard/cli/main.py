@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import kvyard
-from kvyard.cli import explain, generate, golden, plan, replay
+from kvyard.cli import explain, generate, golden, plan, replay, watch
 from kvyard.cli.errors import CommandError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="kvyard",
-        description="KV-cache block manager: replay traces, compare with vLLM, plan memory.",
+        description="KV-cache block manager: replay traces, compare with vLLM, plan memory, watch.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="""first steps:
   kvyard generate --out trace.jsonl
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvyard {kvyard.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, replay, golden, plan, explain):
+    for command in (generate, replay, golden, plan, explain, watch):
         command.add_parser(commands)
     return parser
 

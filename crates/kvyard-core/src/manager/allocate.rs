@@ -285,6 +285,7 @@ impl KVCacheManager {
             let manager = &mut self.managers[index];
             self.tables.reserve(row, manager.group(), row_blocks)?;
             manager.reserve_row(row, new_blocks, group.cached.len())?;
+            self.pool.events.reserve_group(manager.group())?;
             appended += row_blocks;
             returned +=
                 row_blocks - hits - (group.attachment.padding + group.attachment.external) as usize;

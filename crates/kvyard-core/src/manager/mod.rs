@@ -470,6 +470,7 @@ impl KVCacheManager {
         for (manager, (start, stop)) in self.managers.iter_mut().zip(&spans) {
             let blocks = stop.saturating_sub(*start) as usize;
             manager.reserve_row(row, 0, blocks)?;
+            self.pool.events.reserve_group(manager.group())?;
             new_keys += blocks;
             events += self.pool.events_of_stores(request, blocks, manager.block_size());
         }

@@ -277,6 +277,7 @@ impl Replay {
                 adapter,
                 extra_keys,
                 group,
+                ..
             } => json!({
                 "type": "BlockStored",
                 "block_hashes": block_hashes.iter().map(external).collect::<Vec<_>>(),

@@ -11,6 +11,7 @@ plus one for each hash stored, minus one for each removed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeAlias
 
 ExternalBlockHash: TypeAlias = int | bytes
@@ -36,6 +37,11 @@ class BlockStored:
         group_idx: The KV-cache group.
         kv_cache_spec_kind: Kind of the group's spec, for example "full_attention".
         kv_cache_spec_sliding_window: Window in tokens of a sliding-window spec.
+        cache_salt: The request's salt where the sender tells it in a field of its own, as SGLang
+            and the format `router` do. `take_events` leaves it unset: vLLM has no such field.
+        announced_parent_block_hash: In a dump in the format `router`, where the block before the
+            first one is gone and `parent_block_hash` names an earlier one: that block. The tokens
+            are those that follow it.
     """
 
     block_hashes: list[ExternalBlockHash]
@@ -49,6 +55,8 @@ class BlockStored:
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    cache_salt: str | None = None
+    announced_parent_block_hash: ExternalBlockHash | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +96,19 @@ class KVEventBatch:
     ts: float
     events: list[KVCacheEvent]
     data_parallel_rank: int | None = None
+
+
+class WireFormat(StrEnum):
+    """How a batch of events is written, chosen by its consumers."""
+
+    VLLM_0_25 = "vllm_0_25"
+    """Byte for byte what vLLM 0.25.1 sends: an event is a map of its fields."""
+
+    VLLM_0_33 = "vllm_0_33"
+    """What vLLM 0.33 sends: the same payload, as its further fields are unset; replays differ."""
+
+    ARRAY = "array"
+    """An event is an array of its fields, for consumers from before June 2026."""
+
+    ROUTER = "router"
+    """vLLM 0.25's maps, and the salt as a field of each store of a salted request."""

@@ -1,0 +1,406 @@
+//! Random streams of several workers against the definition of what a worker holds.
+
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::event::{
+    BlockHashes, BlockRemoved, BlockStored, ExternalBlockHash, ExtraKeyValue, ExtraKeys, TokenIds,
+};
+
+/// A prompt's identity besides its tokens.
+type Root = (Option<&'static str>, Option<&'static str>);
+
+const ROOTS: [Root; 4] =
+    [(None, None), (Some("sql"), None), (None, Some("sql")), (Some("sql"), Some("salt"))];
+
+/// What a group needs before a boundary, in tokens: all, or the last few.
+#[derive(Clone, Copy, Debug)]
+struct GroupShape {
+    kind: &'static str,
+    window: Option<u32>,
+    block_size: u32,
+}
+
+impl GroupShape {
+    const fn new(kind: &'static str, window: Option<u32>, block_size: u32) -> Self {
+        Self { kind, window, block_size }
+    }
+}
+
+const SHAPES: [&[GroupShape]; 5] = [
+    &[GroupShape::new("full_attention", None, 2)],
+    &[GroupShape::new("mla_attention", None, 4), GroupShape::new("mamba", None, 8)],
+    &[
+        GroupShape::new("full_attention", None, 4),
+        GroupShape::new("sliding_window", Some(4), 2),
+        GroupShape::new("cross_attention", None, 2),
+    ],
+    &[
+        GroupShape::new("sliding_window_mla", Some(7), 2),
+        GroupShape::new("full_attention", None, 2),
+    ],
+    &[GroupShape::new("chunked_local_attention", None, 2), GroupShape::new("mamba", None, 4)],
+];
+
+#[derive(Clone, Debug)]
+enum Change {
+    Store { worker: usize, group: usize, prompt: u32, root: usize, first: u32, blocks: u32 },
+    Remove { worker: usize, group: usize, prompt: u32, root: usize, block: u32 },
+    Clear { worker: usize },
+}
+
+fn changes() -> impl Strategy<Value = Vec<Change>> {
+    let place = || (0_usize..5, 0_usize..3, 0_u32..8, 0_usize..ROOTS.len(), 0_u32..6);
+    let change = prop_oneof![
+        12 => (place(), 1_u32..6).prop_map(|((worker, group, prompt, root, first), blocks)| {
+            // Mostly from the start, as prompts come.
+            let first = first.saturating_sub(3);
+            Change::Store { worker, group, prompt, root, first, blocks }
+        }),
+        8 => place().prop_map(|(worker, group, prompt, root, block)| {
+            Change::Remove { worker, group, prompt, root, block }
+        }),
+        1 => (0_usize..5).prop_map(|worker| Change::Clear { worker }),
+    ];
+    proptest::collection::vec(change, 1..120)
+}
+
+/// Prompts branch at every fourth token, by the bits of their numbers.
+fn tokens(prompt: u32, length: u32) -> Vec<u32> {
+    (0..length).map(|at| 70_000 * (prompt >> (at / 4).min(2) & 1) + at).collect()
+}
+
+/// As an engine hashes: nobody else can know how.
+fn engine_hash(worker: usize, root: Root, prefix: &[u32]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (worker, root, prefix).hash(&mut hasher);
+    hasher.finish()
+}
+
+type Prefix = (Root, Vec<u32>);
+
+/// Copies, whether its place is known, and the prefix that it continues.
+struct Held {
+    copies: u32,
+    is_placed: bool,
+    parent: Option<Prefix>,
+}
+
+#[derive(Default)]
+struct Account(BTreeMap<(usize, Prefix), Held>);
+
+impl Account {
+    fn store(&mut self, group: usize, prefix: Prefix, parent: Option<&Prefix>, counts: bool) {
+        let held = self.0.entry((group, prefix)).or_insert(Held {
+            copies: 0,
+            is_placed: false,
+            parent: parent.cloned(),
+        });
+        held.copies = if counts { held.copies + 1 } else { 1 };
+        held.is_placed |= parent.is_none();
+        self.settle();
+    }
+
+    /// Places become known from parents, and from the same prefix in another group.
+    fn settle(&mut self) {
+        loop {
+            let placed: Vec<Prefix> = self
+                .0
+                .iter()
+                .filter(|(_, held)| held.is_placed)
+                .map(|((_, prefix), _)| prefix.clone())
+                .collect();
+            let waits = |(key, held): &(&(usize, Prefix), &mut Held)| {
+                let parent = held.parent.as_ref().is_some_and(|parent| placed.contains(parent));
+                !held.is_placed && (parent || placed.contains(&key.1))
+            };
+            let Some((_, held)) = self.0.iter_mut().find(waits) else { return };
+            held.is_placed = true;
+        }
+    }
+
+    fn remove(&mut self, group: usize, prefix: &Prefix, counts: bool) {
+        let key = (group, prefix.clone());
+        if let Some(held) = self.0.get_mut(&key) {
+            held.copies = if counts { held.copies - 1 } else { 0 };
+            if held.copies == 0 {
+                self.0.remove(&key);
+            }
+        }
+    }
+
+    fn matched(&self, shapes: &[GroupShape], seen: &[bool], root: Root, prompt: &[u32]) -> u32 {
+        let length = u32::try_from(prompt.len()).unwrap();
+        let holds = |group: usize, end: u32| {
+            let key = (group, (root, prompt[..end as usize].to_vec()));
+            self.0.get(&key).is_some_and(|held| held.is_placed)
+        };
+        let groups: Vec<(usize, &GroupShape)> = shapes
+            .iter()
+            .enumerate()
+            .filter(|(group, shape)| seen[*group] && shape.kind != "cross_attention")
+            .collect();
+        let agrees = |length: u32| {
+            groups.iter().all(|(group, shape)| {
+                let needs = match (shape.kind, shape.window) {
+                    (_, Some(window)) => window - 1,
+                    ("mamba" | "chunked_local_attention", None) => 1,
+                    _ => length,
+                };
+                let size = shape.block_size;
+                length.is_multiple_of(size)
+                    && (1..=length / size)
+                        .filter(|block| block * size > length.saturating_sub(needs))
+                        .all(|block| holds(*group, block * size))
+            })
+        };
+        if groups.is_empty() { 0 } else { (1..=length).rev().find(|at| agrees(*at)).unwrap_or(0) }
+    }
+}
+
+fn send(index: &mut PrefixIndex, worker: WorkerId, event: Event<'_>) {
+    let mut payload = Vec::new();
+    let format = crate::WireFormat::Router;
+    crate::encode_events(&[event], 0.0, Some(0), format, &mut payload);
+    index.apply_payload(worker, &payload).unwrap();
+}
+
+fn remove(index: &mut PrefixIndex, worker: WorkerId, group: usize, hash: u64) {
+    let mut room = Vec::new();
+    send(
+        index,
+        worker,
+        Event::BlockRemoved(BlockRemoved {
+            block_hashes: BlockHashes::new(&[ExternalBlockHash::Integer(hash)], &mut room),
+            medium: Some("GPU"),
+            group_idx: u32::try_from(group).ok(),
+        }),
+    );
+}
+
+fn store(
+    index: &mut PrefixIndex,
+    worker: WorkerId,
+    (group, shape): (usize, GroupShape),
+    root: Root,
+    (parent, hashes, tokens): (Option<u64>, &[u64], &[u32]),
+) {
+    let (mut hash_room, mut token_room, mut key_room) = (Vec::new(), Vec::new(), Vec::new());
+    let hashes: Vec<_> = hashes.iter().copied().map(ExternalBlockHash::Integer).collect();
+    // As vLLM: the adapter in each block, the salt in the first one.
+    let entry = |block: usize| {
+        let salt = root.1.filter(|_| block == 0 && parent.is_none());
+        let names = root.0.into_iter().chain(salt);
+        let names: Vec<_> = names.map(|name| ExtraKeyValue::Text(name.into())).collect();
+        if names.is_empty() { ExtraKeyValue::Nil } else { ExtraKeyValue::Tuple(names) }
+    };
+    let entries: Vec<_> = (0..hashes.len()).map(entry).collect();
+    send(
+        index,
+        worker,
+        Event::BlockStored(BlockStored {
+            block_hashes: BlockHashes::new(&hashes, &mut hash_room),
+            parent_block_hash: parent.map(ExternalBlockHash::Integer),
+            token_ids: TokenIds::new(tokens, &mut token_room),
+            block_size: shape.block_size,
+            lora_id: root.0.map(|_| 3),
+            lora_name: root.0,
+            medium: Some("GPU"),
+            extra_keys: Some(ExtraKeys::new(&entries, &mut key_room)),
+            group_idx: u32::try_from(group).ok(),
+            kv_cache_spec_kind: Some(shape.kind),
+            kv_cache_spec_sliding_window: shape.window,
+            ..BlockStored::default()
+        }),
+    );
+}
+
+proptest! {
+    #[test]
+    fn a_worker_holds_what_its_groups_agree_on(changes in changes(), counts: bool) {
+        let removal_event = if counts { RemovalEvent::EveryCopy } else { RemovalEvent::LastCopy };
+        let mut index = PrefixIndex::new();
+        let ids: Vec<WorkerId> = SHAPES.iter().map(|_| index.add_worker(removal_event)).collect();
+        let mut accounts: Vec<Account> = SHAPES.iter().map(|_| Account::default()).collect();
+        let mut seen = [[false; 3]; SHAPES.len()];
+        for change in &changes {
+            match *change {
+                Change::Clear { worker } => {
+                    send(&mut index, ids[worker], Event::AllBlocksCleared);
+                    accounts[worker] = Account::default();
+                }
+                Change::Remove { worker, group, prompt, root, block } => {
+                    let group = group % SHAPES[worker].len();
+                    let end = (block + 1) * SHAPES[worker][group].block_size;
+                    let prefix = (ROOTS[root], tokens(prompt, end));
+                    let hash = engine_hash(worker, prefix.0, &prefix.1);
+                    remove(&mut index, ids[worker], group, hash);
+                    accounts[worker].remove(group, &prefix, counts);
+                }
+                Change::Store { worker, group, prompt, root, first, blocks } => {
+                    let group = group % SHAPES[worker].len();
+                    let (shape, root) = (SHAPES[worker][group], ROOTS[root]);
+                    let all = tokens(prompt, (first + blocks) * shape.block_size);
+                    let prefix = |block: u32| (root, all[..(block * shape.block_size) as usize].to_vec());
+                    let hash = |block: u32| engine_hash(worker, root, &prefix(block).1);
+                    let hashes: Vec<u64> = (first..first + blocks).map(|block| hash(block + 1)).collect();
+                    let parent = (first > 0).then(|| hash(first));
+                    let span = &all[(first * shape.block_size) as usize..];
+                    store(&mut index, ids[worker], (group, shape), root, (parent, &hashes, span));
+                    seen[worker][group] = true;
+                    for block in first..first + blocks {
+                        let parent = (block > 0).then(|| prefix(block));
+                        accounts[worker].store(group, prefix(block + 1), parent.as_ref(), counts);
+                    }
+                }
+            }
+        }
+        for (prompt, root) in (0..8).flat_map(|prompt| ROOTS.map(|root| (prompt, root))) {
+            let token_ids = tokens(prompt, 50);
+            let asked =
+                Prompt { token_ids: &token_ids, lora_name: root.0, cache_salt: root.1, media: &[] };
+            for (worker, matched) in index.matched_tokens(&asked) {
+                let at = worker.index();
+                let expected = accounts[at].matched(SHAPES[at], &seen[at], root, &token_ids);
+                prop_assert_eq!(matched, expected, "worker {} prompt {} {:?}", at, prompt, root);
+            }
+        }
+        for (id, account) in ids.iter().zip(&accounts) {
+            prop_assert_eq!(index.num_blocks(*id), account.0.len());
+            let unplaced = account.0.values().filter(|held| !held.is_placed).count();
+            let worker = index.workers[id.index()].as_ref().unwrap();
+            prop_assert_eq!(worker.num_unplaced(), unplaced);
+        }
+    }
+}
+
+fn matched(index: &PrefixIndex, prompt: Prompt<'_>) -> Vec<u32> {
+    index.matched_tokens(&prompt).into_iter().map(|(_, matched)| matched).collect()
+}
+
+/// The same image elsewhere, another image, and none; whatever the block size.
+#[test]
+fn media_belong_to_their_positions() {
+    let mut index = PrefixIndex::new();
+    let tokens: Vec<u32> = (0..12).collect();
+    for block_size in [2_u32, 4] {
+        let worker = index.add_worker(RemovalEvent::LastCopy);
+        let (mut hash_room, mut token_room, mut key_room) = (Vec::new(), Vec::new(), Vec::new());
+        let num_blocks = i64::from(12 / block_size);
+        let hashes: Vec<_> =
+            (1..=num_blocks.unsigned_abs()).map(ExternalBlockHash::Integer).collect();
+        // An image at tokens 3 to 8: in each block that it overlaps, by its offset in the block.
+        let entry = |block: i64| {
+            let start = block * i64::from(block_size);
+            let offset = match 3 - start {
+                offset if offset < 0 => ExtraKeyValue::Negative(offset),
+                offset => ExtraKeyValue::Unsigned(offset.unsigned_abs()),
+            };
+            let overlaps = start < 9 && start + i64::from(block_size) > 3;
+            let media = ExtraKeyValue::Tuple(vec![ExtraKeyValue::Text("image".into()), offset]);
+            if overlaps { ExtraKeyValue::Tuple(vec![media]) } else { ExtraKeyValue::Nil }
+        };
+        let entries: Vec<_> = (0..num_blocks).map(entry).collect();
+        send(
+            &mut index,
+            worker,
+            Event::BlockStored(BlockStored {
+                block_hashes: BlockHashes::new(&hashes, &mut hash_room),
+                token_ids: TokenIds::new(&tokens, &mut token_room),
+                block_size,
+                extra_keys: Some(ExtraKeys::new(&entries, &mut key_room)),
+                ..BlockStored::default()
+            }),
+        );
+    }
+    let asked = |media| matched(&index, Prompt { token_ids: &tokens, media, ..Prompt::default() });
+    assert_eq!(asked(&[("image", 3)]), [12, 12]);
+    assert_eq!(asked(&[]), [2, 0]);
+    assert_eq!(asked(&[("other", 3)]), [2, 0]);
+    assert_eq!(asked(&[("image", 5)]), [2, 0]);
+    assert_eq!(asked(&[("image", 3), ("image", 9)]), [8, 8]);
+}
+
+/// vLLM's masked span: 64 tokens, two hashes (case C15). The other group knows them.
+#[test]
+fn masked_spans_are_placed_by_the_other_group() {
+    let tokens: Vec<u32> = (0..64).collect();
+    let (full, window) =
+        (GroupShape::new("full_attention", None, 8), GroupShape::new("sliding_window", Some(8), 8));
+    let hashes: Vec<u64> = (1..=8).collect();
+    for window_first in [false, true] {
+        let mut index = PrefixIndex::new();
+        let worker = index.add_worker(RemovalEvent::EveryCopy);
+        let masked = |index: &mut PrefixIndex| {
+            store(index, worker, (1, window), (None, None), (None, &[4, 8], &tokens));
+        };
+        if window_first {
+            masked(&mut index);
+        }
+        store(&mut index, worker, (0, full), (None, None), (None, &hashes, &tokens));
+        if !window_first {
+            masked(&mut index);
+        }
+        let asked = |length: usize| {
+            matched(&index, Prompt { token_ids: &tokens[..length], ..Prompt::default() })
+        };
+        assert_eq!([asked(64), asked(63), asked(31)], [[64], [32], [0]]);
+    }
+}
+
+#[test]
+fn workers_come_and_go() {
+    let mut index = PrefixIndex::new();
+    let shape = GroupShape::new("full_attention", None, 2);
+    let (first, second) =
+        (index.add_worker(RemovalEvent::LastCopy), index.add_worker(RemovalEvent::LastCopy));
+    for worker in [first, second] {
+        store(&mut index, worker, (0, shape), (None, None), (None, &[1], &[5, 6]));
+    }
+    let prompt = Prompt { token_ids: &[5, 6, 7], ..Prompt::default() };
+    assert_eq!(index.matched_tokens(&prompt), [(first, 2), (second, 2)]);
+    index.remove_worker(first);
+    assert_eq!(index.matched_tokens(&prompt), [(second, 2)]);
+    store(&mut index, first, (0, shape), (None, None), (None, &[1], &[5, 6]));
+    assert_eq!(index.matched_tokens(&prompt), [(second, 2)]);
+    index.clear_worker(second);
+    assert_eq!(index.matched_tokens(&prompt), [(second, 0)]);
+    assert_eq!(index.add_worker(RemovalEvent::EveryCopy), first);
+    // What lies elsewhere does not count.
+    let mut room = Vec::new();
+    let mut tokens = Vec::new();
+    send(
+        &mut index,
+        second,
+        Event::BlockStored(BlockStored {
+            block_hashes: BlockHashes::new(&[ExternalBlockHash::Integer(1)], &mut room),
+            token_ids: TokenIds::new(&[5, 6], &mut tokens),
+            block_size: 2,
+            medium: Some("CPU"),
+            ..BlockStored::default()
+        }),
+    );
+    assert_eq!(index.matched_tokens(&prompt), [(first, 0), (second, 0)]);
+}
+
+/// Orphans whose parents never come, stored and removed for ever.
+#[test]
+fn orphans_do_not_pile_up() {
+    let mut index = PrefixIndex::new();
+    let worker = index.add_worker(RemovalEvent::LastCopy);
+    let shape = GroupShape::new("full_attention", None, 2);
+    let mut largest = 0;
+    for number in 0..20_000_u64 {
+        let hash = 2 * number + 2;
+        store(&mut index, worker, (0, shape), (None, None), (Some(hash + 1), &[hash], &[1, 2]));
+        if number >= 10 {
+            remove(&mut index, worker, 0, hash - 20);
+        }
+        largest = largest.max(index.num_bytes());
+    }
+    assert_eq!(index.num_blocks(worker), 10);
+    assert!(largest < 300_000, "{largest} bytes for 10 blocks");
+}

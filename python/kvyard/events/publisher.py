@@ -1,0 +1,502 @@
+"""Publishing a manager's events: numbering, a bounded queue, a ring for replay, the full state.
+
+`EventPublisher` does all that does not depend on how batches travel; an `EventTransport` carries
+them. `ZmqPublisher` is the publisher over ZMQ that vLLM's and SGLang's consumers understand::
+
+    publisher = ZmqPublisher("tcp://*:5557", "tcp://*:5558", live_set=True)
+    ...
+    publisher.publish(manager.take_event_batch())  # once a step
+
+What a consumer may rely on: numbers rise by one from batch to batch; a batch that is lost leaves a
+number out; a batch gets its number after it has been encoded, so that one that cannot be encoded
+leaves none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
+
+from kvyard._kvyard import LiveSet, encode_batch
+from kvyard.errors import ConfigError, InvalidArgumentError, PublisherClosedError
+from kvyard.events.endpoints import endpoint_for_rank, zmq_context
+from kvyard.events.types import AllBlocksCleared, KVEventBatch, WireFormat
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from kvyard.events.zmq_transport import ReplayServer
+
+logger = logging.getLogger(__name__)
+
+SEQUENCE_LIMIT = (1 << 64) - 2
+"""Numbers stay below: eight bytes of 0xff are the end marker of a replay."""
+
+_SECONDS_TO_CLOSE = 1.0
+_ARRAY_OF_THREE = b"\x93"
+
+StartSequence: TypeAlias = int | Literal["clock"] | None
+"""Number of the first batch; "clock": milliseconds since the epoch; None: by the wire format."""
+
+
+class EventTransport(Protocol):
+    """What carries numbered batches. Both methods are called by one thread, the publisher's own."""
+
+    def send(self, sequence: int, payload: bytes) -> None:
+        """Hand one batch over.
+
+        An exception loses the batch for live consumers (it is logged and counted in `num_failed`,
+        and the next batch goes on); a call that takes long delays only what is behind it.
+
+        Args:
+            sequence: The batch's number.
+            payload: The encoded batch.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what the transport holds; called once, after the last `send`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EventDump:
+    """The full state of a publisher's pool.
+
+    Attributes:
+        batches: Encoded batches, `AllBlocksCleared` first and parents before their children;
+            whoever applies them in order holds what the pool holds.
+        next_sequence: Number of the first batch that the dump does not contain: go on there.
+    """
+
+    batches: list[bytes]
+    next_sequence: int
+
+
+class _LiveState:
+    """A live set and the batches that it has yet to see.
+
+    Its lock is never waited for by `publish`: a dump of a large pool takes a while, and what is
+    published meanwhile waits here, as references to bytes.
+    """
+
+    def __init__(self, live_set: LiveSet, next_sequence: int) -> None:
+        self.waiting: deque[tuple[int, bytes]] = deque()
+        self.num_failed = 0
+        self._live_set = live_set
+        self._next_sequence = next_sequence
+        self._lock = threading.Lock()
+
+    def catch_up(self, *, wait: bool) -> None:
+        """Apply what waits; without `wait`, only if nobody else is at it."""
+        if self._lock.acquire(blocking=wait):
+            try:
+                self._apply_waiting()
+            finally:
+                self._lock.release()
+
+    def dump(self, data_parallel_rank: int, wire_format: WireFormat) -> EventDump:
+        """The state up to the last batch that was numbered before."""
+        with self._lock:
+            self._apply_waiting()
+            # Not earlier: a consumer takes what is older than the dump for a part of it.
+            now = time.time()
+            cleared = encode_batch([AllBlocksCleared()], now, data_parallel_rank, wire_format)
+            batches = self._live_set.dump(now, data_parallel_rank, wire_format)
+            return EventDump([cleared, *batches], self._next_sequence)
+
+    def _apply_waiting(self) -> None:
+        while self.waiting:
+            sequence, payload = self.waiting.popleft()
+            try:
+                self._live_set.apply(payload)
+            except Exception:
+                # Consumers cannot read it either, so that leaving it out keeps us equal to them.
+                self.num_failed += 1
+                logger.exception("batch %d is not in the wire format; it is left out", sequence)
+            self._next_sequence = sequence + 1
+
+
+class EventPublisher:
+    """Numbers batches and hands them to a transport from a thread of its own.
+
+    `publish` never waits for the transport. A batch that finds the queue full is dropped for live
+    consumers and counted in `num_dropped`; its number is used up, so that they see the gap, and it
+    stays in the ring, so that they can have it replayed.
+
+    All methods may be called by any thread. Use it as a context manager, or call `close`.
+
+    Attributes:
+        wire_format: How batches are written.
+        data_parallel_rank: The rank that batches carry.
+    """
+
+    def __init__(
+        self,
+        transport: EventTransport,
+        *,
+        data_parallel_rank: int = 0,
+        buffer_steps: int = 10_000,
+        max_queue_size: int = 100_000,
+        wire_format: WireFormat | str = WireFormat.ROUTER,
+        start_sequence: StartSequence = None,
+        live_set: bool | LiveSet = False,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            transport: Carries the batches; closed with the publisher.
+            data_parallel_rank: Rank of the engine, 0 or more.
+            buffer_steps: Batches that the ring keeps for replay: at least the last one, by which
+                a consumer sees that it is behind.
+            max_queue_size: Batches that may wait for the transport.
+            wire_format: How event objects are written; batches that come encoded stay as they are.
+            start_sequence: Number of the first batch. None: "clock" for the router format, so that
+                a restarted publisher begins above its predecessor, else 0. Unless it is 0,
+                `AllBlocksCleared` goes out before the first batch that is published (not earlier:
+                consumers have yet to connect when a publisher is made).
+            live_set: Whether to keep the state for dumps; or the empty set to keep it in: for a
+                pool whose `removal_event` is "every_copy" (vLLM's), a `LiveSet("every_copy")`.
+
+        Raises:
+            ConfigError: An argument is out of range.
+        """
+        self.wire_format = _wire_format(wire_format)
+        self.data_parallel_rank = data_parallel_rank
+        _at_least("data_parallel_rank", data_parallel_rank, 0)
+        _at_least("buffer_steps", buffer_steps, 1)
+        _at_least("max_queue_size", max_queue_size, 1)
+        self._next_sequence = _first_sequence(start_sequence, self.wire_format)
+        self._cleared_first = self._next_sequence != 0
+        self._max_queue_size = max_queue_size
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._ring: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._live = _live_state(live_set, self._next_sequence)
+        self._transport = transport
+        self._changed = threading.Condition()
+        self._closed = False
+        self._deadline = float("inf")
+        self._num_dropped = 0
+        self._num_failed = 0
+        self._num_published = 0
+        self._thread = threading.Thread(target=self._run, name="kvyard-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, batch: bytes | KVEventBatch | None) -> None:
+        """Number a batch and queue it; returns at once, whatever consumers do.
+
+        Args:
+            batch: Encoded (`take_event_batch`), or as objects; a rank that is None becomes the
+                publisher's. None, which is what a step without events gives, is nothing.
+
+        Raises:
+            InvalidArgumentError: It cannot be encoded, or is no batch; no number is used up.
+            PublisherClosedError: The publisher has been closed.
+        """
+        if self._closed:
+            raise _closed_error()
+        if batch is None:
+            return
+        payload = _checked(batch) if isinstance(batch, bytes) else self._encode(batch)
+        with self._changed:
+            if self._closed:
+                raise _closed_error()
+            if self._cleared_first:
+                self._cleared_first = False
+                self._append(self._encode(KVEventBatch(time.time(), [AllBlocksCleared()])))
+            self._append(payload)
+            self._changed.notify()
+        # The thread keeps the live set up to date; if it cannot keep up, the work is done here.
+        if self._live is not None and len(self._live.waiting) > self._max_queue_size:
+            self._live.catch_up(wait=False)
+
+    def dump(self) -> EventDump:
+        """The pool's content, and the number from which the stream continues it.
+
+        Batches published during the call are not in it; they carry that number or a higher one.
+
+        Raises:
+            ConfigError: The publisher keeps no live set.
+        """
+        if self._live is None:
+            raise ConfigError("the publisher keeps no state to dump; make it with live_set=True")
+        return self._live.dump(self.data_parallel_rank, self.wire_format)
+
+    def buffered(self, start: int) -> list[tuple[int, bytes]]:
+        """What the ring still has.
+
+        Args:
+            start: The first number that is wanted.
+
+        Returns:
+            Numbers and payloads from `start` on, ascending. The first is higher than `start` if
+            the ring has lost that one.
+        """
+        with self._changed:
+            ring = list(self._ring)
+        return [entry for entry in ring if entry[0] >= start]
+
+    def close(self, timeout: float = _SECONDS_TO_CLOSE) -> None:
+        """Send what is queued, as far as time allows, and close the transport; harmless twice.
+
+        Batches that are still queued after the time count as dropped.
+
+        Args:
+            timeout: Seconds to wait for the transport.
+        """
+        with self._changed:
+            if not self._closed:
+                self._closed = True
+                self._deadline = time.monotonic() + timeout
+                self._changed.notify()
+        # Some time beyond the deadline, to close sockets; a transport that hangs is left behind.
+        self._thread.join(timeout + _SECONDS_TO_CLOSE)
+        if self._thread.is_alive():
+            logger.warning("the transport did not return in %g s; its thread is left", timeout)
+        with self._changed:
+            self._num_dropped += len(self._queue)
+            self._queue.clear()
+
+    @property
+    def next_sequence(self) -> int:
+        """Number of the next batch."""
+        return self._next_sequence
+
+    @property
+    def num_published(self) -> int:
+        """Batches handed to the transport."""
+        return self._num_published
+
+    @property
+    def num_dropped(self) -> int:
+        """Batches that live consumers did not get because the queue was full or closing."""
+        return self._num_dropped
+
+    @property
+    def num_failed(self) -> int:
+        """Batches that the transport refused with an exception."""
+        return self._num_failed
+
+    @property
+    def num_unreadable(self) -> int:
+        """Batches that came encoded, and that the live set could not read."""
+        return 0 if self._live is None else self._live.num_failed
+
+    @property
+    def num_queued(self) -> int:
+        """Batches that wait for the transport."""
+        return len(self._queue)
+
+    def __enter__(self) -> Self:
+        """The publisher itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _encode(self, batch: KVEventBatch) -> bytes:
+        if not isinstance(batch, KVEventBatch):
+            raise InvalidArgumentError(
+                f"batch: bytes or a KVEventBatch is expected, not {type(batch).__name__}"
+            )
+        rank = batch.data_parallel_rank
+        rank = self.data_parallel_rank if rank is None else rank
+        return encode_batch(batch.events, batch.ts, rank, self.wire_format)
+
+    def _append(self, payload: bytes) -> None:
+        """Number a payload; the caller holds the lock."""
+        entry = (self._next_sequence, payload)
+        self._next_sequence += 1
+        self._ring.append(entry)
+        if self._live is not None:
+            self._live.waiting.append(entry)
+        if len(self._queue) < self._max_queue_size:
+            self._queue.append(entry)
+        else:
+            self._num_dropped += 1
+
+    def _run(self) -> None:
+        while (entry := self._wait_for_batch()) is not None:
+            try:
+                self._transport.send(*entry)
+                self._num_published += 1
+            except Exception:
+                self._num_failed += 1
+                logger.exception("batch %d could not be sent", entry[0])
+            if self._live is not None:
+                self._live.catch_up(wait=False)
+        try:
+            self._transport.close()
+        except Exception:
+            logger.exception("the transport could not be closed")
+
+    def _wait_for_batch(self) -> tuple[int, bytes] | None:
+        with self._changed:
+            while not self._queue and not self._closed:
+                self._changed.wait()
+            if not self._queue or time.monotonic() > self._deadline:
+                return None
+            return self._queue.popleft()
+
+
+class ZmqPublisher(EventPublisher):
+    """Publishes over a ZMQ PUB socket, as vLLM 0.25.1's `ZmqEventPublisher` does and better.
+
+    A message has three frames: topic, number (8 bytes, big-endian), batch. A ROUTER socket replays
+    what the ring still has, and dumps the state (see `ReplayServer`).
+    """
+
+    def __init__(
+        self,
+        endpoint: str = "tcp://*:5557",
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        data_parallel_rank: int = 0,
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        max_queue_size: int = 100_000,
+        wire_format: WireFormat | str = WireFormat.ROUTER,
+        start_sequence: StartSequence = None,
+        live_set: bool | LiveSet = False,
+    ) -> None:
+        """Open the sockets and start the threads.
+
+        Args:
+            endpoint: Where consumers listen, for rank 0 (see `endpoint_for_rank`). It is bound if
+                it contains `*` or `::`, or is of ipc or inproc; else connected to.
+            replay_endpoint: Where they ask for replay, always bound; None: nowhere.
+            topic: First frame of each message, by which consumers filter (see `pod_topic`).
+            data_parallel_rank: Rank of the engine, 0 or more.
+            buffer_steps: Batches that the ring keeps for replay.
+            hwm: Messages that ZMQ keeps for one slow consumer before it drops (0: no limit).
+            max_queue_size: Batches that may wait for the sending thread.
+            wire_format: How event objects are written, and whether replies of the replay socket
+                have the topic: `router` and `vllm_0_33` have it, `vllm_0_25` and `array` not.
+            start_sequence: As for `EventPublisher`.
+            live_set: As for `EventPublisher`.
+
+        Raises:
+            ConfigError: An argument is out of range, or an endpoint is malformed.
+            EndpointError: An endpoint is in use or cannot be bound.
+            MissingDependencyError: pyzmq is not installed.
+        """
+        context = zmq_context()
+        from kvyard.events.zmq_transport import ReplayServer, ZmqTransport
+
+        _at_least("hwm", hwm, 0)
+        _at_least("data_parallel_rank", data_parallel_rank, 0)
+        endpoint = endpoint_for_rank(endpoint, data_parallel_rank)
+        if replay_endpoint is not None:
+            replay_endpoint = endpoint_for_rank(replay_endpoint, data_parallel_rank)
+        transport = ZmqTransport(context, endpoint, topic=topic, hwm=hwm)
+        self._endpoint = transport.endpoint
+        self._replay_server: ReplayServer | None = None
+        try:
+            super().__init__(
+                transport,
+                data_parallel_rank=data_parallel_rank,
+                buffer_steps=buffer_steps,
+                max_queue_size=max_queue_size,
+                wire_format=wire_format,
+                start_sequence=start_sequence,
+                live_set=live_set,
+            )
+        except BaseException:
+            transport.close()
+            raise
+        if replay_endpoint is None:
+            return
+        with_topic = self.wire_format in (WireFormat.ROUTER, WireFormat.VLLM_0_33)
+        try:
+            self._replay_server = ReplayServer(
+                context,
+                replay_endpoint,
+                buffered=self.buffered,
+                dump=self.dump if self._live is not None else None,
+                topic=topic.encode() if with_topic else None,
+            )
+        except BaseException:
+            super().close(0)
+            raise
+
+    @property
+    def endpoint(self) -> str:
+        """Where consumers listen; with the port or path that the system picked."""
+        return self._endpoint
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where consumers ask for replay, or None."""
+        return None if self._replay_server is None else self._replay_server.endpoint
+
+    @property
+    def replay_server(self) -> ReplayServer | None:
+        """Answers replay and dump requests, and counts them; or None."""
+        return self._replay_server
+
+    def close(self, timeout: float = _SECONDS_TO_CLOSE) -> None:
+        """As `EventPublisher.close`; also ends the replay socket."""
+        super().close(timeout)
+        if self._replay_server is not None:
+            self._replay_server.close()
+
+
+def _wire_format(wire_format: WireFormat | str) -> WireFormat:
+    try:
+        return WireFormat(wire_format)
+    except ValueError as error:
+        known = ", ".join(WireFormat)
+        raise ConfigError(f"wire_format: {wire_format!r} is none of {known}") from error
+
+
+def _first_sequence(start: object, wire_format: WireFormat) -> int:
+    if start is None:
+        start = "clock" if wire_format is WireFormat.ROUTER else 0
+    if start == "clock":
+        return time.time_ns() // 1_000_000
+    if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start < SEQUENCE_LIMIT:
+        raise ConfigError(
+            f'start_sequence: {start!r} is neither "clock" nor a number from 0 to {SEQUENCE_LIMIT}'
+        )
+    return start
+
+
+def _live_state(live_set: bool | LiveSet, next_sequence: int) -> _LiveState | None:
+    if live_set is False:
+        return None
+    live_set = LiveSet() if live_set is True else live_set
+    if len(live_set) > 0:
+        raise ConfigError(
+            f"live_set: it holds {len(live_set)} blocks that no consumer was told of; pass an"
+            " empty one"
+        )
+    return _LiveState(live_set, next_sequence)
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}: {value!r} is not a whole number, {least} or more")
+
+
+def _checked(payload: bytes) -> bytes:
+    """Refuse what is clearly no batch; reading all of it would cost too much here."""
+    if not payload.startswith(_ARRAY_OF_THREE):
+        raise InvalidArgumentError(
+            f"batch: {payload[:8]!r}... is no encoded batch, which is a msgpack array of three"
+        )
+    return payload
+
+
+def _closed_error() -> PublisherClosedError:
+    return PublisherClosedError("the publisher has been closed; make a new one to go on")
