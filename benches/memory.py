@@ -28,12 +28,12 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def filled(num_blocks: int) -> kvyard.KVCacheManager:
+def filled(num_blocks: int, verify_tokens: bool) -> kvyard.KVCacheManager:
     """A manager all of whose blocks are cached."""
     groups = [kvyard.KVCacheGroupSpec(["layer.0"], spec)]
     config = kvyard.KVCacheConfig(num_blocks + 1, [], groups)
-    manager = kvyard.KVCacheManager(config, max_model_len=PROMPT_BLOCKS * BLOCK_SIZE)
     length = PROMPT_BLOCKS * BLOCK_SIZE
+    manager = kvyard.KVCacheManager(config, max_model_len=length, verify_tokens=verify_tokens)
     for i in range(num_blocks // PROMPT_BLOCKS):
         prompt = array.array("I", range(i * length, (i + 1) * length))
         request = kvyard.Request(f"r{i}", prompt, block_hasher=hasher)
@@ -46,10 +46,12 @@ def filled(num_blocks: int) -> kvyard.KVCacheManager:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=float, help="fail if a block takes more bytes")
-    most = parser.parse_args().most
-    small = filled(2 * PROMPT_BLOCKS)
+    parser.add_argument("--verify-tokens", action="store_true", help="with verified hits")
+    options = parser.parse_args()
+    most, verify = options.most, options.verify_tokens
+    small = filled(2 * PROMPT_BLOCKS, verify)
     before = resident()
-    manager = filled(NUM_BLOCKS)
+    manager = filled(NUM_BLOCKS, verify)
     per_block = (resident() - before) / NUM_BLOCKS
     print(f"{per_block:.1f} bytes a hashed block")
     sys.exit(most is not None and per_block > most)

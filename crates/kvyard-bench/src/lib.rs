@@ -149,7 +149,7 @@ impl Engine {
 
     /// Exchanges the log of changes for `spare`.
     pub fn take_events(&mut self, spare: &mut EventLog) {
-        self.manager.pool_mut().take_event_log(spare);
+        self.manager.pool_mut().take_events(spare);
     }
 
     /// A prompt that is not cached comes, is computed whole and goes: as many blocks are evicted as

@@ -252,11 +252,6 @@ impl BlockPool {
         self.residency.as_mut()
     }
 
-    /// Exchanges the log of changes for an empty one, see `EventLog::take`.
-    pub fn take_event_log(&mut self, spare: &mut EventLog) {
-        self.events.take(spare);
-    }
-
     /// The last operations.
     pub fn history(&self) -> &History {
         &self.history

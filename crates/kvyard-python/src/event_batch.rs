@@ -134,7 +134,7 @@ pub(crate) fn take_event_batch<'py>(
     // Taken out, not locked: whoever waits for a lock while it holds the interpreter would wait for
     // ever for one that needs the interpreter.
     let mut log = std::mem::take(&mut *shared.spare_events());
-    shared.with(py, |core| core.pool_mut().take_event_log(&mut log))?;
+    shared.with(py, |core| core.pool_mut().take_events(&mut log))?;
     let mut payload = None;
     if !log.is_empty() {
         let mut writer = std::mem::take(&mut *shared.spare_writer());

@@ -53,7 +53,7 @@ pub(crate) fn take_events(
         return Ok(Vec::new());
     }
     let mut log = std::mem::take(&mut *shared.spare_events());
-    shared.with(py, |core| core.pool_mut().take_event_log(&mut log))?;
+    shared.with(py, |core| core.pool_mut().take_events(&mut log))?;
     let reader = Reader {
         py,
         classes: event_classes(py)?,

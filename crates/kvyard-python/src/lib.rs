@@ -18,6 +18,7 @@ mod metrics;
 mod pool;
 mod prefix_index;
 mod request;
+mod results;
 mod semantics;
 mod shared;
 
@@ -35,7 +36,7 @@ mod _kvyard {
     #[pymodule_export]
     use crate::live_set::LiveSet;
     #[pymodule_export]
-    use crate::manager::{CacheHit, KVCacheManager, PrefixCacheStats};
+    use crate::manager::KVCacheManager;
     #[pymodule_export]
     use crate::metrics::{KVCacheEvictionEvent, KVCacheMetricsCollector};
     #[pymodule_export]
@@ -44,6 +45,8 @@ mod _kvyard {
     use crate::prefix_index::PrefixIndex;
     #[pymodule_export]
     use crate::request::Request;
+    #[pymodule_export]
+    use crate::results::{CacheHit, PrefixCacheStats};
     #[pymodule_export]
     use crate::semantics::Semantics;
 }

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use kvyard_core::stats::PrefixCacheStats as CoreStats;
 use kvyard_core::{
     AllocateSlots, AttentionKind, BlockId, CacheHit as CoreHit, KVCacheBlocks as CoreBlocks,
     KVCacheGroupSpec, KVCacheManager as CoreManager, KVCacheManagerConfig,
@@ -20,70 +19,9 @@ use crate::lease::{BlockLease, LostLease};
 use crate::metrics::KVCacheMetricsCollector;
 use crate::pool::{BlockPool, evicted_ids, invariant_error, state_digest, validate};
 use crate::request::RequestArgument;
+use crate::results::{CacheHit, PrefixCacheStats};
 use crate::semantics::Semantics;
 use crate::shared::{Core, Shared, fingerprint_key};
-
-/// Prefix-cache statistics since they were last taken, in tokens.
-#[pyclass(frozen, get_all, eq, module = "kvyard._kvyard")]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PrefixCacheStats {
-    /// The cache was reset in between.
-    reset: bool,
-    /// Lookups of requests that were never preempted.
-    requests: u64,
-    /// Tokens of those requests.
-    queries: u64,
-    /// How many of those tokens were found.
-    hits: u64,
-    /// Lookups of requests that were preempted before.
-    preempted_requests: u64,
-    /// Tokens of those requests.
-    preempted_queries: u64,
-    /// How many of those tokens were found.
-    preempted_hits: u64,
-}
-
-impl From<&CoreStats> for PrefixCacheStats {
-    fn from(stats: &CoreStats) -> Self {
-        Self {
-            reset: stats.reset,
-            requests: stats.requests,
-            queries: stats.queries,
-            hits: stats.hits,
-            preempted_requests: stats.preempted_requests,
-            preempted_queries: stats.preempted_queries,
-            preempted_hits: stats.preempted_hits,
-        }
-    }
-}
-
-#[pymethods]
-impl PrefixCacheStats {
-    fn __repr__(&self) -> String {
-        format!("{self:?}").replace(": ", "=").replace(" { ", "(").replace(" }", ")")
-    }
-}
-
-/// What a lookup found.
-#[pyclass(frozen, get_all, module = "kvyard._kvyard")]
-#[derive(Debug)]
-pub(crate) struct CacheHit {
-    /// The blocks, one list a group; not pinned.
-    blocks: Py<KVCacheBlocks>,
-    /// Tokens that need not be computed.
-    num_tokens: u32,
-    /// By how much the deepest group's hit exceeded the agreed one, in tokens.
-    num_uncached_common_prefix_tokens: u32,
-    /// The pool's epoch at the lookup.
-    epoch: u64,
-}
-
-#[pymethods]
-impl CacheHit {
-    fn __repr__(&self) -> String {
-        format!("CacheHit(num_tokens={}, epoch={})", self.num_tokens, self.epoch)
-    }
-}
 
 /// The block sizes that vLLM would choose: the least common multiple of the groups' for scheduling, the
 /// greatest common divisor for hashing.
