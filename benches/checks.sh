@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What the ownership checks and the history of operations cost: the same operations in a build with
 # `--cfg kvyard_unchecked` (a bench aid, never shipped) and in the one that ships. Fails if decoding or a
-# lookup costs more than 10 % more. Instructions are counted where valgrind is there; times are medians
-# of rounds that alternate between the two builds.
+# lookup takes more than 10 % more instructions, which valgrind counts. Times are medians of rounds that
+# alternate between the two builds; they are shown, not judged, for a busy machine moves them more.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,6 +27,12 @@ count() {
 median() { sort -g | awk '{ all[NR] = $1 } END { print all[int((NR + 1) / 2)] }'; }
 share() { awk -v a="$1" -v b="$2" 'BEGIN { printf "%.1f", (a / b - 1) * 100 }'; }
 
+counts=1
+if ! command -v valgrind >/dev/null; then
+  echo "!!! PEER NOT INSTALLED: valgrind. No instruction was counted in this run."
+  counts=0
+fi
+
 failed=0
 printf '%-12s %12s %12s %10s %12s\n' operation unchecked checked "more %" "time more %"
 for line in "decode 8000 1000000" "lookup_hit 400 10000" "prefill 300 3000"; do
@@ -39,14 +45,14 @@ for line in "decode 8000 1000000" "lookup_hit 400 10000" "prefill 300 3000"; do
   plain=$(printf '%s\n' "${without[@]}" | median)
   guarded=$(printf '%s\n' "${with[@]}" | median)
   in_time=$(share "$guarded" "$plain")
-  unit=ns
-  if command -v valgrind >/dev/null; then
-    plain=$(count "$unchecked" "$operation" "$counted")
-    guarded=$(count "$checked" "$operation" "$counted")
-    unit=instructions
+  if [ "$counts" = 0 ]; then
+    printf '%-12s %12s %12s %10s %12s  ns\n' "$operation" "$plain" "$guarded" - "$in_time"
+    continue
   fi
+  plain=$(count "$unchecked" "$operation" "$counted")
+  guarded=$(count "$checked" "$operation" "$counted")
   more=$(share "$guarded" "$plain")
-  printf '%-12s %12s %12s %10s %12s  %s\n' "$operation" "$plain" "$guarded" "$more" "$in_time" "$unit"
+  printf '%-12s %12s %12s %10s %12s  instructions\n' "$operation" "$plain" "$guarded" "$more" "$in_time"
   if [ "$operation" != prefill ] && awk -v m="$more" 'BEGIN { exit !(m > 10) }'; then
     echo "$operation: the checks cost $more %, more than 10 %" >&2
     failed=1
