@@ -178,8 +178,8 @@ fn pool(num_blocks: u32) -> BlockPool {
         enable_caching: true,
         hash_block_size: 4,
         enable_kv_cache_events: true,
-        verify_tokens: false,
         semantics: Semantics::corrected(),
+        verify_tokens: false,
     };
     BlockPool::new(config, None).unwrap()
 }
@@ -248,13 +248,18 @@ fn salts_and_adapters_of_a_log() {
     let keys = ExtraKeySource::new(Some(lora), Vec::new(), salt, None).unwrap();
     let mut pool = pool(3);
     store(&mut pool, &[digest(1), digest(2)], &[1, 2, 3, 4, 5, 6, 70_000, 8], &keys);
+    // A hash may be a short number.
+    pool.evict_blocks(&[kvyard_core::BlockId(2)]).unwrap();
     let mut log = EventLog::default();
     pool.take_events(&mut log);
     for format in WireFormat::ALL {
         let mut out = Vec::new();
         encoder(format, HashForm::Integer).encode(&log, 1.5, Some(0), &mut out);
         let events = read_batch(&out).unwrap().events;
-        let [Event::BlockStored(stored)] = events[..] else { panic!("{events:?}") };
+        let [Event::BlockStored(stored), Event::BlockRemoved(removed)] = events[..] else {
+            panic!("{events:?}")
+        };
+        assert!(removed.block_hashes.iter().eq([ExternalBlockHash::Integer(2)]));
         assert_eq!((stored.lora_id, stored.lora_name), (Some(3), Some("L")));
         assert_eq!(stored.cache_salt, (format == WireFormat::Router).then_some("S"));
         let entries: Vec<_> = stored.extra_keys.unwrap().iter().collect();
