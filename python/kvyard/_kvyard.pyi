@@ -168,7 +168,8 @@ def decode_batch(payload: bytes) -> KVEventBatch:
     """The events in a payload of vLLM 0.25 or 0.33, SGLang or kvyard.
 
     Events may be maps or arrays, hashes ints of either sign (answered as the unsigned int of the
-    same bits) or bytes. Unknown fields and events of unknown types are left out.
+    same bits) or bytes. Unknown fields are left out, and so are events of unknown types and of
+    blocks on another machine (vLLM 0.33's `locality`).
 
     Raises:
         EventDecodeError: It is no batch of events.

@@ -1,6 +1,7 @@
 //! Reading batches: maps or arrays, hashes as numbers of either sign or as bytes, fields in any
 //! order, unknown fields and unknown events passed over. What vLLM 0.25 and 0.33, `SGLang` and kvyard
-//! send is read; what lacks a field without which an event says nothing is refused as a whole.
+//! send is read; what lies on another machine (vLLM 0.33's `locality`) is passed over too, as Dynamo
+//! does: it is no content of the worker that tells it. What lacks a field without which an event says nothing is refused as a whole.
 
 use crate::error::{DecodeError, Problem};
 use crate::event::{
@@ -62,8 +63,12 @@ struct Fields<'a> {
     block_hashes: Option<BlockHashes<'a>>,
     token_ids: Option<TokenIds<'a>>,
     block_size: Option<u32>,
+    is_remote: bool,
     stored: BlockStored<'a>,
 }
+
+/// The `locality` of blocks on another machine.
+const REMOTE: &str = "REMOTE";
 
 /// A field's name, in the order in which an array has them (rule 2).
 const POSITIONS: [&str; 12] = [
@@ -149,6 +154,9 @@ impl<'a> Fields<'a> {
             "announced_parent_block_hash" => {
                 stored.announced_parent_block_hash = optional_hash(reader)?;
             }
+            "locality" => {
+                self.is_remote = optional_text(reader, "a locality or nil")? == Some(REMOTE);
+            }
             "cache_salt" => stored.cache_salt = optional_text(reader, "a salt or nil")?,
             _ => reader.skip()?,
         }
@@ -159,6 +167,7 @@ impl<'a> Fields<'a> {
         let missing = |field| start.error(Problem::MissingField { field });
         let hashes = self.block_hashes.ok_or_else(|| missing("block_hashes"));
         match self.tag.ok_or_else(|| missing("type"))? {
+            tag if self.is_remote => Ok(Event::Unknown { tag }),
             "BlockStored" => Ok(Event::BlockStored(BlockStored {
                 block_hashes: hashes?,
                 token_ids: self.token_ids.ok_or_else(|| missing("token_ids"))?,

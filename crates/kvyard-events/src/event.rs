@@ -308,7 +308,7 @@ pub enum Event<'a> {
     BlockRemoved(BlockRemoved<'a>),
     /// The whole prefix cache was reset.
     AllBlocksCleared,
-    /// An event of a type that is not known here.
+    /// An event of a type that is not known here, or of blocks on another machine.
     Unknown {
         /// The name of its type.
         tag: &'a str,

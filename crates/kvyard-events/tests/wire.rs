@@ -298,6 +298,14 @@ fn what_is_unknown_is_passed_over() {
     let events = read_batch(&payload).unwrap().events;
     assert!(matches!(events[..], [Event::Unknown { tag: "BlockPinned" }, Event::AllBlocksCleared]));
     assert_eq!(encoded(&events, Some(0), WireFormat::Vllm025), batch(&[W1]));
+    // vLLM 0.33 tells of blocks elsewhere: {"type": "BlockRemoved", "block_hashes": [1],
+    // "medium": nil, "locality": "REMOTE"}, and the same here.
+    let removed = "84a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739101a66d656469756dc0\
+                   a86c6f63616c697479";
+    let (there, here) = (format!("{removed}a652454d4f5445"), format!("{removed}a54c4f43414c"));
+    let payload = batch(&[&there, &here]);
+    let events = read_batch(&payload).unwrap().events;
+    assert!(matches!(events[..], [Event::Unknown { .. }, Event::BlockRemoved(_)]));
     // A batch of two and one of four.
     assert_eq!(read_batch(&bytes("920190")).unwrap().data_parallel_rank, None);
     assert_eq!(read_batch(&bytes("94ca3fc0000090 05 c3")).unwrap().data_parallel_rank, Some(5));
