@@ -365,6 +365,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "ours"):
             self.take_events()
+            for lease, _ in self.leases:
+                self.ours.free_popped(lease)
 
 
 TestManager = ManagerMachine.TestCase
