@@ -294,3 +294,17 @@ def test_batches_taken_by_many_threads_are_whole() -> None:
         for block_hash in event.block_hashes
     ]
     assert len(stored) == len(set(stored)) == 60 * 1024
+
+
+def test_a_manager_and_its_pool_take_turns() -> None:
+    """The pool does not know the kinds of its groups, its manager does; each says what it knows."""
+    manager = make_manager(12, enable_kv_cache_events=True)
+    kinds = []
+    for at, source in enumerate([manager.block_pool, manager, manager.block_pool, manager]):
+        admit(manager, make_request(f"r{at}", range(at * 100, at * 100 + 5)))
+        payload = source.take_event_batch()
+        assert payload is not None
+        (event,) = decode_batch(payload).events
+        assert isinstance(event, kvyard.BlockStored)
+        kinds.append(event.kv_cache_spec_kind)
+    assert kinds == [None, "full_attention", None, "full_attention"]

@@ -9,13 +9,14 @@ use kvyard_core::prefix_map::MAX_GROUP;
 use kvyard_core::spec::AttentionKind;
 use kvyard_events::event::{BlockHashes, ExtraKeyValue, ExtraKeys, TokenIds};
 use kvyard_events::{
-    BatchEncoder, BlockRemoved, BlockStored, DecodeError, Event, ExternalBlockHash,
-    GroupDescription, HashForm, WireFormat, encode_events, read_batch,
+    BlockRemoved, BlockStored, DecodeError, Event, ExternalBlockHash, WireFormat, encode_events,
+    read_batch,
 };
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 
+use crate::batch_writer::BatchWriter;
 use crate::config::config_count;
 use crate::convert::{count, token_ids};
 use crate::error::{EventDecodeError, config_error, invalid_argument};
@@ -89,37 +90,6 @@ impl BatchHeader {
     }
 }
 
-/// What is reused from batch to batch.
-#[derive(Debug, Default)]
-pub(crate) struct BatchWriter {
-    /// An encoder and the width of the hashes that it was made for.
-    encoder: Option<(BatchEncoder, usize)>,
-    payload: Vec<u8>,
-}
-
-impl BatchWriter {
-    fn encoder(
-        &mut self,
-        kinds: &[AttentionKind],
-        use_int_hashes: bool,
-        width: usize,
-        format: WireFormat,
-    ) -> &BatchEncoder {
-        let fits = |(encoder, made_for): &(BatchEncoder, usize)| {
-            encoder.format() == format && *made_for == width
-        };
-        if !self.encoder.as_ref().is_some_and(fits) {
-            self.encoder = None;
-        }
-        let (encoder, _) = self.encoder.get_or_insert_with(|| {
-            let form = if use_int_hashes { HashForm::Integer } else { HashForm::Bytes };
-            let groups = kinds.iter().map(GroupDescription::from).collect();
-            (BatchEncoder::new(format, form, width, groups), width)
-        });
-        encoder
-    }
-}
-
 /// Takes the waiting events of a pool as one payload, None if there are none.
 pub(crate) fn take_event_batch<'py>(
     py: Python<'py>,
@@ -138,7 +108,7 @@ pub(crate) fn take_event_batch<'py>(
     let mut payload = None;
     if !log.is_empty() {
         let mut writer = std::mem::take(&mut *shared.spare_writer());
-        writer.encoder(kinds, use_int_hashes, shared.hash_width(), header.format);
+        writer.prepare(kinds, use_int_hashes, shared.hash_width(), header.format);
         writer.payload.clear();
         let mut write = || {
             let BatchWriter { encoder: Some((encoder, _)), payload } = &mut writer else {

@@ -1,57 +1,19 @@
 //! The lease as Python sees it. Rust refuses a second release when it compiles; here the lease object
 //! remembers, and a lease that is garbage-collected unreleased is kept and reported.
 
-use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvyard_core::blocks::GroupEnds;
-use kvyard_core::{BlockId, BlockLease as CoreLease, KVCacheError};
+use kvyard_core::{BlockLease as CoreLease, KVCacheError};
 use pyo3::exceptions::{PyResourceWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::blocks::{BlockObjects, index_blocks, slice_bounds};
 use crate::error::{DoubleFreeError, ForeignBlockError, to_python};
+use crate::open_leases::Leased;
 use crate::shared::{Core, Shared, lock};
-
-/// What a lease is about, for messages and for reading.
-#[derive(Debug)]
-struct Leased {
-    request_id: String,
-    ids: Vec<BlockId>,
-    ends: GroupEnds,
-}
-
-impl Leased {
-    fn holds(&self, block: BlockId) -> bool {
-        self.ids.contains(&block)
-    }
-}
-
-/// The leases of one pool that were not given back yet, by number.
-#[derive(Debug, Default)]
-pub(crate) struct OpenLeases {
-    next_number: u64,
-    held: BTreeMap<u64, Arc<Leased>>,
-    /// Those of them that were garbage-collected.
-    lost: BTreeMap<u64, CoreLease>,
-}
-
-impl OpenLeases {
-    /// The error, with the requests named whose leases hold its block.
-    pub(crate) fn with_owners(&self, error: KVCacheError) -> KVCacheError {
-        let KVCacheError::NotOwned { block, reason } = error else {
-            return error;
-        };
-        let holders = self.held.values().filter(|lease| lease.holds(block));
-        let names: Vec<String> =
-            holders.map(|lease| format!("the lease of request {:?}", lease.request_id)).collect();
-        let reason =
-            if names.is_empty() { reason } else { format!("{reason} ({})", names.join(", ")) };
-        KVCacheError::NotOwned { block, reason }
-    }
-}
 
 /// Where the references of a lease object are.
 #[derive(Debug)]

@@ -4,6 +4,7 @@
 #![expect(clippy::needless_pass_by_value, reason = "PyO3 hands owned values to constructors")]
 #![expect(clippy::doc_markdown, reason = "these texts are Python docstrings")]
 
+mod batch_writer;
 mod blocks;
 mod config;
 mod convert;
@@ -15,6 +16,7 @@ mod lease;
 mod live_set;
 mod manager;
 mod metrics;
+mod open_leases;
 mod pool;
 mod prefix_index;
 mod request;

@@ -12,9 +12,9 @@ use kvyard_core::{BlockPool, KVCacheError, KVCacheManager, Semantics};
 use pyo3::prelude::*;
 use pyo3::sync::{MutexExt, PyOnceLock};
 
+use crate::batch_writer::BatchWriter;
 use crate::error::{OrPython, PoisonedError};
-use crate::event_batch::BatchWriter;
-use crate::lease::OpenLeases;
+use crate::open_leases::OpenLeases;
 
 /// A manager, or a pool on its own.
 #[derive(Debug)]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from kvyard._kvyard import LiveSet, PrefixIndex, decode_batch, encode_batch
 from kvyard.events.endpoints import endpoint_for_rank, pod_topic
-from kvyard.events.publisher import EventDump, EventPublisher, EventTransport, ZmqPublisher
+from kvyard.events.publisher import EventPublisher, EventTransport, ZmqPublisher
 from kvyard.events.subscriber import BatchSource, EventSubscription, ReceivedBatch, subscribe
 from kvyard.events.types import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    EventDump,
     ExternalBlockHash,
     ExtraKeys,
     KVCacheEvent,

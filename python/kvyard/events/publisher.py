@@ -18,13 +18,12 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
 
 from kvyard._kvyard import LiveSet, encode_batch
 from kvyard.errors import ConfigError, InvalidArgumentError, PublisherClosedError
 from kvyard.events.endpoints import endpoint_for_rank, zmq_context
-from kvyard.events.types import AllBlocksCleared, KVEventBatch, WireFormat
+from kvyard.events.types import AllBlocksCleared, EventDump, KVEventBatch, WireFormat
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -61,20 +60,6 @@ class EventTransport(Protocol):
     def close(self) -> None:
         """Release what the transport holds; called once, after the last `send`."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class EventDump:
-    """The full state of a publisher's pool.
-
-    Attributes:
-        batches: Encoded batches, `AllBlocksCleared` first and parents before their children;
-            whoever applies them in order holds what the pool holds.
-        next_sequence: Number of the first batch that the dump does not contain: go on there.
-    """
-
-    batches: list[bytes]
-    next_sequence: int
 
 
 class _LiveState:

@@ -112,3 +112,17 @@ class WireFormat(StrEnum):
 
     ROUTER = "router"
     """vLLM 0.25's maps, and the salt as a field of each store of a salted request."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventDump:
+    """The full state of a publisher's pool.
+
+    Attributes:
+        batches: Encoded batches, `AllBlocksCleared` first and parents before their children;
+            whoever applies them in order holds what the pool holds.
+        next_sequence: Number of the first batch that the dump does not contain: go on there.
+    """
+
+    batches: list[bytes]
+    next_sequence: int

@@ -31,7 +31,7 @@ from kvyard.events.endpoints import bind, connect, is_bound
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from kvyard.events.publisher import EventDump
+    from kvyard.events.types import EventDump
 
 logger = logging.getLogger(__name__)
 
