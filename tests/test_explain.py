@@ -134,6 +134,12 @@ def test_256_operations_are_kept() -> None:
         ("[1, 2]", "is not a report"),
         ('{"format": "kvyard-report-1"}', "is damaged"),
         ('{"format": "other"}', "is not a report"),
+        ('{"format": "kvyard-report-1", "requests": 5}', "is damaged"),
+        (
+            '{"format": "kvyard-report-1", "requests": [{"name": "a", "blocks": [["x"]]}]}',
+            "damaged",
+        ),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_bad_reports(

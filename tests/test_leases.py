@@ -77,6 +77,24 @@ def test_a_dissolved_lease_can_still_be_returned() -> None:
         manager.free_popped(lease)
 
 
+def test_a_dissolved_lease_is_its_own_manager_s() -> None:
+    """Another manager refuses it, and the list is as good as before."""
+    manager, other = make_manager(8), make_manager(8)
+    lease = manager.pop_blocks_for_free(admitted(manager, "a", range(8)))
+    blocks = list(lease)
+    before = manager.state_digest()
+    for give_back in (
+        lambda: other.free_popped(lease),
+        lambda: other.block_pool.free_blocks(lease),
+        lambda: other.block_pool.free_blocks(reversed(lease)),
+    ):
+        with pytest.raises(kvyard.ForeignBlockError, match='lease of request "a"'):
+            give_back()
+        assert manager.state_digest() == before
+    manager.block_pool.free_blocks(blocks)
+    assert manager.block_pool.get_num_free_blocks() == 7
+
+
 @pytest.mark.parametrize("walk", [iter, reversed], ids=["iter", "reversed"])
 def test_a_walk_carries_the_lease(walk: Callable[[kvyard.BlockLease], object]) -> None:
     """vLLM calls `free_blocks(reversed(popped))`: whole, in that order, and once."""

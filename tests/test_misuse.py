@@ -6,6 +6,7 @@ The comments give the row of the misuse table in the specification.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import kvyard
@@ -492,6 +493,28 @@ def test_sample_rate(rate: float) -> None:
 def test_pool_configuration(arguments: tuple[int, bool, int]) -> None:
     with pytest.raises(kvyard.ConfigError):
         kvyard.BlockPool(*arguments)
+
+
+def test_who_only_asks_decides_no_width() -> None:
+    """A lookup with short hashes leaves the pool open for others'."""
+    manager = make_manager(12)
+    fields: dict[str, Any] = {
+        "request_id": "short",
+        "num_tokens": 9,
+        "num_prompt_tokens": 9,
+        "num_computed_tokens": 0,
+        "num_preemptions": 0,
+        "status": "WAITING",
+        "skip_reading_prefix_cache": False,
+        "block_hashes": [bytes(7), bytes(7)],
+        "all_token_ids": list(range(9)),
+    }
+    short: Any = SimpleNamespace(**fields)
+    assert manager.get_computed_blocks(short)[1] == 0
+    admit(manager, make_request("a", range(9)))
+    assert manager.get_computed_blocks(make_request("b", range(9)))[1] == 8
+    with pytest.raises(kvyard.InvalidArgumentError, match="7 bytes"):
+        manager.get_computed_blocks(short)
 
 
 def test_hashes_of_another_width() -> None:

@@ -146,10 +146,12 @@ impl BlockPool {
     /// `InvalidArgument` if hashes of another width are cached here already.
     pub fn bind_hash_width(&mut self, width: usize) -> Result<()> {
         match self.hash_width {
-            Some(bound) if bound != width => Err(KVCacheError::argument(
-                "block_hashes",
-                format!("hashes of {width} bytes, this pool caches hashes of {bound} bytes"),
-            )),
+            Some(bound) if bound != width && self.prefix.num_keys() > 0 => {
+                Err(KVCacheError::argument(
+                    "block_hashes",
+                    format!("hashes of {width} bytes, this pool caches hashes of {bound} bytes"),
+                ))
+            }
             _ => {
                 self.hash_width = Some(width);
                 Ok(())

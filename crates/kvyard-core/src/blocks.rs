@@ -140,7 +140,13 @@ impl KVCacheBlocks {
                 expected: self.pool,
             });
         }
-        let mut sum = Self::builder(self.pool, self.epoch.min(other.epoch));
+        // Nothing is never stale.
+        let epoch = match (self.is_empty(), other.is_empty()) {
+            (true, false) => other.epoch,
+            (false, true) => self.epoch,
+            _ => self.epoch.min(other.epoch),
+        };
+        let mut sum = Self::builder(self.pool, epoch);
         for group in 0..self.num_groups() {
             let mut ids = BlockIds::from_slice(self.blocks(group));
             ids.extend_from_slice(other.blocks(group));

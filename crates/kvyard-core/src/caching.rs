@@ -177,7 +177,7 @@ impl BlockPool {
     ///
     /// # Errors
     /// `InvalidArgument` for a mask, block size, group, hash list or row that does not fit; `NotOwned`
-    /// for a block that nobody holds; `HashConflict` for one that has a full key already. Nothing is
+    /// for a block that nobody holds, or a request; `HashConflict` for one that has a full key already. Nothing is
     /// cached then.
     pub fn cache_full_blocks(&mut self, call: &CacheFullBlocks<'_>) -> Result<()> {
         if call.start >= call.stop {
@@ -185,6 +185,7 @@ impl BlockPool {
         }
         self.plan_cache_full_blocks(call, call.stop)?;
         call.check_distinct()?;
+        self.check_in_no_row(&call.row[call.start..call.stop])?;
         let blocks = call.stop - call.start;
         self.events.reserve_group(call.group)?;
         self.reserve(0, blocks, self.events_of_stores(call.request, blocks, call.block_size))?;
@@ -531,6 +532,17 @@ impl BlockPool {
                 request.request_id
             ),
         ))
+    }
+
+    /// A row's keys are its manager's to give: it knows whose tokens the blocks hold.
+    fn check_in_no_row(&self, blocks: &[BlockId]) -> Result<()> {
+        match blocks.iter().find(|block| self.row_references[block.index()] > 0) {
+            Some(block) => Err(KVCacheError::NotOwned {
+                block: *block,
+                reason: "a request holds it; cache_blocks of its manager gives it keys".into(),
+            }),
+            None => Ok(()),
+        }
     }
 
     /// With events on, the tokens of a span must be there to tell.

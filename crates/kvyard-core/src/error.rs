@@ -43,7 +43,7 @@ pub enum KVCacheError {
     /// `DoubleFreeError`: more references given back than were handed out.
     #[error(
         "block {block} is freed {times} time(s), but {handed_out} reference(s) to it are handed out\
-         {owner}; nothing was freed"
+         {owner}; nothing was freed, give each reference back once"
     )]
     DoubleFree {
         /// The block.
@@ -69,7 +69,10 @@ pub enum KVCacheError {
         what: &'static str,
     },
     /// `ForeignBlockError`: a block of another pool.
-    #[error("{what} belongs to another pool (pool {found}, this is pool {expected})")]
+    #[error(
+        "{what} belongs to another pool (pool {found}, this is pool {expected}); \
+         use it with its own manager"
+    )]
     ForeignBlock {
         /// What was passed.
         what: String,
@@ -117,7 +120,8 @@ pub enum KVCacheError {
 pub(crate) const CHECKED: bool = !cfg!(kvyard_unchecked);
 
 impl KVCacheError {
-    /// An `InvalidArgument`.
+    /// An `InvalidArgument`. Cold, so that what leads to it stays out of the way of right calls.
+    #[cold]
     pub fn argument(argument: &'static str, reason: impl Into<String>) -> Self {
         Self::InvalidArgument { argument, reason: reason.into() }
     }

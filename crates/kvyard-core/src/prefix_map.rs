@@ -184,6 +184,18 @@ impl PrefixMap {
         self.copies(hash, group).any(|copy| copy == block)
     }
 
+    /// Whether the block carries what is sought, as its primary key or as an alias.
+    pub fn carries(&self, block: BlockId, sought: SoughtBlock<'_>, group: GroupId) -> bool {
+        let (hash, group_tag) = (words(sought.hash), tag(group));
+        let is_sought = |entry: u32| {
+            let at = entry as usize;
+            self.hash[at] == hash
+                && self.group_tag[at] == group_tag
+                && sought.fingerprint.is_none_or(|wanted| self.fingerprint[at] == wanted)
+        };
+        is_sought(block.0) || self.alias_entries(block).any(is_sought)
+    }
+
     /// The blocks that carry a key, earliest first.
     pub fn copies(&self, hash: &BlockHash, group: GroupId) -> impl Iterator<Item = BlockId> + '_ {
         std::iter::successors(self.find(&words(hash), tag(group)), |entry| {

@@ -180,6 +180,11 @@ impl Request {
         Ok(self.hash_complete_blocks())
     }
 
+    /// Tokens of the blocks that have second fingerprints.
+    pub fn num_fingerprinted_tokens(&self) -> usize {
+        self.fingerprints.complete.len() * self.fingerprints.block_size
+    }
+
     /// Makes the second fingerprints of its complete blocks of `block_size` tokens, for managers with
     /// `verify_tokens` and that hash block size. Those that are there are kept.
     pub fn make_fingerprints(&mut self, key: &FingerprintKey, block_size: usize) {

@@ -799,8 +799,12 @@ fn a_store_needs_its_tokens_while_events_are_on() {
 
 #[test]
 fn one_pool_has_hashes_of_one_width() {
-    let mut pool = pool(4);
+    let (mut pool, request) = (pool(4), request(0, 4));
+    // As long as nothing is cached, any: nobody who only asks decides for others.
+    pool.bind_hash_width(16).unwrap();
     pool.bind_hash_width(32).unwrap();
+    let lease = take(&mut pool, 1);
+    cache(&mut pool, &request, lease.ids(), SIZE).unwrap();
     pool.bind_hash_width(32).unwrap();
     let error = pool.bind_hash_width(16).unwrap_err();
     assert!(matches!(error, KVCacheError::InvalidArgument { .. }), "{error}");

@@ -64,36 +64,49 @@ impl BlockLease {
         work: impl FnOnce(&mut Core, CoreLease) -> Result<(), (KVCacheError, CoreLease)>,
     ) -> PyResult<()> {
         let mut state = self.state();
-        let lease = match std::mem::replace(&mut *state, State::Released) {
-            State::Held(lease) => lease,
-            State::Counted => match self.lease_again(py) {
-                Ok(lease) => lease,
-                Err(error) => {
+        let Leased { request_id, ids, ends } = &*self.leased;
+        if to.pool_id != self.objects.shared.pool_id {
+            return Err(ForeignBlockError::new_err(format!(
+                "the lease of request {request_id:?} belongs to another pool (pool {}, this is pool {}); \
+                 give it back to its own manager",
+                self.objects.shared.pool_id, to.pool_id
+            )));
+        }
+        // Whatever goes wrong, the lease stays what it was: what `work` refuses comes back, and a
+        // core that is poisoned gives nothing back any more.
+        match std::mem::replace(&mut *state, State::Released) {
+            State::Held(lease) => match to.with(py, |core| work(core, lease)) {
+                Ok(Ok(())) => {}
+                Ok(Err((error, lease))) => {
+                    *state = State::Held(lease);
+                    return Err(to_python(&error));
+                }
+                Err(poisoned) => {
+                    *state = State::Counted;
+                    return Err(poisoned);
+                }
+            },
+            State::Counted => {
+                let freed = to.with(py, |core| {
+                    let request = Some(request_id.clone());
+                    let lease =
+                        core.pool_mut().lease_counted(ids.clone(), ends.clone(), request)?;
+                    work(core, lease).map_err(|(error, _)| error)
+                });
+                if let Err(error) = freed.and_then(|freed| freed.map_err(|e| to_python(&e))) {
                     *state = State::Counted;
                     return Err(error);
                 }
-            },
+            }
             State::Released => {
                 return Err(DoubleFreeError::new_err(format!(
-                    "the blocks popped from request {:?} were given back already; nothing was freed",
-                    self.leased.request_id
+                    "the blocks popped from request {request_id:?} were given back already; nothing \
+                     was freed"
                 )));
             }
-        };
-        to.with(py, |core| work(core, lease))?.map_err(|(error, lease)| {
-            *state = State::Held(lease);
-            to_python(&error)
-        })?;
+        }
         self.objects.shared.open_leases().held.remove(&self.number);
         Ok(())
-    }
-
-    fn lease_again(&self, py: Python<'_>) -> PyResult<CoreLease> {
-        let Leased { request_id, ids, ends } = &*self.leased;
-        self.objects.shared.try_with(py, |core| {
-            let request = Some(request_id.clone());
-            core.pool_mut().lease_counted(ids.clone(), ends.clone(), request)
-        })
     }
 
     /// A plain list was copied from the lease, which may go back by itself: its references are only

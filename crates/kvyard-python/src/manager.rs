@@ -390,16 +390,20 @@ impl KVCacheManager {
     /// Takes all keys from blocks, in the order of the ids; references stay.
     fn evict_blocks(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = evicted_ids(block_ids)?;
-        self.shared.try_with(block_ids.py(), |core| core.pool_mut().evict_blocks(&ids))
+        let work = |core: &mut Core| core.pool_mut().evict_blocks(&ids);
+        self.shared.with_sized(block_ids.py(), ids.len(), work)?.or_python()
     }
 
     /// Offers the blocks that a request's first tokens fill to the prefix cache.
     fn cache_blocks(&self, request: &Bound<'_, PyAny>, num_computed_tokens: i64) -> PyResult<()> {
         let py = request.py();
         let computed = count("num_computed_tokens", num_computed_tokens)?;
-        RequestArgument::new(request, &self.shared)?.with(|call, row| {
-            self.shared.try_with(py, |core| core.manager().cache_blocks(call, row, computed))
-        })
+        let size = (computed / self.shared.hash_block_size) as usize;
+        let cached = RequestArgument::new(request, &self.shared)?.with(|call, row| {
+            let work = |core: &mut Core| core.manager().cache_blocks(call, row, computed);
+            self.shared.with_sized(py, size, work)
+        })?;
+        cached.or_python()
     }
 
     /// Forgets the prefix cache, if no block is held. Whether it did; if not, a warning is logged that

@@ -260,10 +260,11 @@ impl BlockPool {
     /// Takes a reference to each block, so that it cannot be evicted.
     fn touch(&self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = self.objects.ids(blocks)?;
-        self.shared.try_with(blocks.py(), |core| {
+        let touched = self.shared.with_sized(blocks.py(), ids.len(), |core| {
             let lease = core.pool_mut().touch(&ids)?;
             core.pool_mut().dissolve(lease).map(drop).map_err(|(error, _)| error)
-        })
+        })?;
+        touched.or_python()
     }
 
     /// Gives handed-out references back, one for each time a block is listed; the order is the
@@ -293,7 +294,8 @@ impl BlockPool {
     /// Takes all keys from blocks, in the order of the ids; references stay.
     fn evict_blocks(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let ids = evicted_ids(block_ids)?;
-        self.shared.try_with(block_ids.py(), |core| core.pool_mut().evict_blocks(&ids))
+        let work = |core: &mut Core| core.pool_mut().evict_blocks(&ids);
+        self.shared.with_sized(block_ids.py(), ids.len(), work)?.or_python()
     }
 
     /// Forgets the prefix cache, if no block is held. Whether it did.

@@ -292,7 +292,9 @@ impl Request {
             return Ok(());
         }
         let tokens = convert::token_ids(token_ids)?;
-        self.core().append_output_tokens(&tokens);
+        hash_detached(token_ids.py(), tokens.len(), || {
+            self.core().append_output_tokens(&tokens);
+        });
         Ok(())
     }
 
@@ -408,7 +410,14 @@ impl<'a, 'py> RequestArgument<'a, 'py> {
         if let Ok(native) = request.cast::<Request>() {
             native.get().check_hasher(request.py(), shared)?;
             if let Some(key) = &shared.fingerprint_key {
-                native.get().core().make_fingerprints(key, shared.hash_block_size as usize);
+                let native_request = native.get();
+                let missing = {
+                    let core = native_request.core();
+                    core.num_tokens().saturating_sub(core.num_fingerprinted_tokens())
+                };
+                hash_detached(request.py(), missing, || {
+                    native_request.core().make_fingerprints(key, shared.hash_block_size as usize);
+                });
             }
             return Ok(Self::Native(native));
         }

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _FORMAT = "kvyard-report-1"
 
+_STATE = ("row_references", "handed_out", "leased", "queued", "covered_tokens")
+
 _PHRASES = {
     "taken": "taken from the free queue",
     "referenced": "one more reference",
@@ -102,18 +104,26 @@ def read_report(path: Path) -> Report:
         raw: Any = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CommandError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict) or raw.get("format") != _FORMAT:
         raise CommandError(f"{path} is not a report of KVCacheManager.report() ({_FORMAT})")
     try:
         return _report(raw)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CommandError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
+def _printable(text: str) -> str:
+    """The text without what would command a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def _report(raw: dict[str, Any]) -> Report:
-    rows = {request["name"]: request["blocks"] for request in raw["requests"]}
+    rows = {
+        str(request["name"]): [[int(block) for block in blocks] for blocks in request["blocks"]]
+        for request in raw["requests"]
+    }
     holders: dict[int, list[str]] = {}
     for name, groups in rows.items():
         for group, blocks in enumerate(groups):
@@ -123,21 +133,24 @@ def _report(raw: dict[str, Any]) -> Report:
                     holders.setdefault(block, []).append(place)
     groups = ", ".join(f"{g['kind']} of {g['block_size']} tokens" for g in raw["groups"])
     return Report(
-        violation=str(raw["violation"]),
+        violation=_printable(str(raw["violation"])),
         summary=(
             f"{raw['num_blocks']:,} blocks, {raw['num_free_blocks']:,} free; groups: {groups}; "
             f"{len(rows):,} requests hold blocks"
         ),
         holders=holders,
         rows=rows,
-        blocks={block["block"]: block for block in raw["blocks"]},
+        blocks={
+            int(block["block"]): {field: int(block[field]) for field in _STATE}
+            for block in raw["blocks"]
+        },
         operations=[
             Operation(
-                number=operation["number"],
-                request=operation["request"],
-                call=operation["op"],
-                effects=[(effect, block) for effect, block in operation["effects"]],
-                num_forgotten=operation["num_forgotten"],
+                number=int(operation["number"]),
+                request=str(operation["request"]),
+                call=_printable(str(operation["op"])),
+                effects=[(str(effect), int(block)) for effect, block in operation["effects"]],
+                num_forgotten=int(operation["num_forgotten"]),
             )
             for operation in raw["operations"]
         ],
@@ -154,7 +167,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"broken: {report.violation}")
     block = options.block
     if block is None and options.request is None and report.violation:
-        named = re.search(r"\bblock (\d+)", report.violation)
+        # Not in a request's name, which stands in quotes.
+        named = re.search(r"\bblock (\d+)", re.sub(r'"(?:[^"\\]|\\.)*"', "", report.violation))
         block = int(named.group(1)) if named else None
     if block is not None:
         lines = _story_of_block(report, block)

@@ -75,7 +75,7 @@ pub struct MediaItem {
 
 impl MediaItem {
     /// The position after its last placeholder token.
-    fn end(&self) -> u64 {
+    pub(crate) fn end(&self) -> u64 {
         u64::from(self.offset) + u64::from(self.length)
     }
 }
@@ -395,6 +395,11 @@ impl ExtraKeySource {
         }
         keys.extend(self.prompt_embeds.as_ref().map(|embeds| embeds.key(&block)));
         cursor
+    }
+
+    /// The key of a block's part of the prompt embeddings; none without embeddings.
+    pub fn prompt_embeds_of(&self, block: &Range<usize>) -> Option<ExtraKey> {
+        self.prompt_embeds.as_ref().map(|embeds| embeds.key(block))
     }
 
     /// The most keys that `append_block_keys` appends for so many adjoining blocks together.

@@ -9,7 +9,6 @@ use std::hash::Hasher;
 use siphasher::sip128::{Hasher128, SipHasher24};
 
 use super::{ExtraKey, ExtraKeySource};
-use crate::semantics::MediaCursor;
 
 /// A fingerprint of all tokens and extra keys from the start of a request to the end of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -34,19 +33,20 @@ impl FingerprintKey {
         fingerprints: &mut Vec<Fingerprint>,
     ) {
         let mut parent = fingerprints.last().copied().unwrap_or_default();
-        let mut members = Vec::new();
-        for (at, tokens) in token_ids.chunks_exact(block_size).enumerate().skip(fingerprints.len())
-        {
-            let start = at * block_size;
-            members.clear();
-            let cursor = keys.media_cursor_at(start, MediaCursor::FirstOverlap);
-            keys.append_block_keys(start..start + block_size, cursor, &mut members);
-            parent = self.block(parent, tokens, &members);
+        let blocks = token_ids.chunks_exact(block_size).enumerate();
+        for (at, tokens) in blocks.skip(fingerprints.len()) {
+            parent = self.block(parent, tokens, at * block_size, keys);
             fingerprints.push(parent);
         }
     }
 
-    fn block(&self, parent: Fingerprint, token_ids: &[u32], keys: &[ExtraKey]) -> Fingerprint {
+    fn block(
+        &self,
+        parent: Fingerprint,
+        token_ids: &[u32],
+        start: usize,
+        keys: &ExtraKeySource,
+    ) -> Fingerprint {
         let mut hasher = SipHasher24::new_with_key(&self.0);
         hasher.write(&parent.0.to_le_bytes());
         hasher.write_usize(token_ids.len());
@@ -57,9 +57,7 @@ impl FingerprintKey {
             }
             hasher.write(&bytes[..4 * tokens.len()]);
         }
-        for key in keys {
-            write_key(&mut hasher, key);
-        }
+        write_keys(&mut hasher, keys, start, start + token_ids.len());
         Fingerprint(hasher.finish128().as_u128())
     }
 }
@@ -70,27 +68,34 @@ impl std::fmt::Debug for FingerprintKey {
     }
 }
 
-/// Each kind with a mark of its own and each text with its length, so that no two keys look the same.
-fn write_key(hasher: &mut SipHasher24, key: &ExtraKey) {
-    let mut bytes = |mark: u8, bytes: &[u8]| {
+/// What decides about a block beside its tokens, from its sources: not through the block hash's extra
+/// keys, which leave out media items behind one that reaches beyond the block, and an adapter's number.
+/// Each kind has a mark of its own and each text its length, so that no two keys look the same.
+fn write_keys(hasher: &mut SipHasher24, keys: &ExtraKeySource, start: usize, end: usize) {
+    let mut write = |mark: u8, bytes: &[u8]| {
         hasher.write_u8(mark);
         hasher.write_usize(bytes.len());
         hasher.write(bytes);
     };
-    match key {
-        ExtraKey::Lora { name, path } => {
-            bytes(1, name.text.as_bytes());
-            bytes(2, path.as_ref().map_or("", |path| &path.text).as_bytes());
+    if let Some(lora) = keys.lora() {
+        write(1, lora.name.text.as_bytes());
+        write(2, lora.path.as_ref().map_or("", |path| &path.text).as_bytes());
+        write(3, &lora.id.to_le_bytes());
+    }
+    if let Some(salt) = keys.cache_salt() {
+        write(4, salt.text.as_bytes());
+    }
+    let media = keys.media();
+    let before_end = media.partition_point(|item| (item.offset as usize) < end);
+    for item in &media[keys.first_media_ending_after(start).min(before_end)..before_end] {
+        if item.end() > start as u64 {
+            write(5, item.identifier.text.as_bytes());
+            write(6, &item.offset.to_le_bytes());
+            write(7, &item.length.to_le_bytes());
         }
-        ExtraKey::Media { identifier, offset } => {
-            bytes(3, identifier.text.as_bytes());
-            bytes(4, &offset.to_le_bytes());
-        }
-        ExtraKey::CacheSalt(salt) => bytes(5, salt.text.as_bytes()),
-        ExtraKey::PromptEmbeds { digest, mask } => {
-            bytes(6, digest);
-            bytes(7, mask.as_deref().unwrap_or(&[]));
-        }
-        ExtraKey::Bytes { bytes: content, .. } => bytes(8, content),
+    }
+    if let Some(ExtraKey::PromptEmbeds { digest, mask }) = keys.prompt_embeds_of(&(start..end)) {
+        write(8, &digest);
+        write(9, mask.as_deref().unwrap_or(&[]));
     }
 }

@@ -116,6 +116,12 @@ impl KVCacheManager {
                 "the manager has changed since this was planned, or another one planned it: plan again",
             ));
         }
+        self.reserve(plan)?;
+        plan.is_reserved = true;
+        Ok(())
+    }
+
+    fn reserve(&mut self, plan: &mut AllocatePlan<'_>) -> Result<()> {
         if !plan.admitted {
             return self.tables.reserve_edits(0, self.requests.len());
         }
@@ -161,9 +167,10 @@ impl KVCacheManager {
     /// Carries the plan out, for which memory was reserved.
     ///
     /// # Panics
-    /// If the manager has changed since it was planned.
+    /// If the manager has changed since it was planned, or no memory was reserved.
     pub fn apply_allocate_slots(&mut self, plan: AllocatePlan<'_>) -> Option<KVCacheBlocks> {
         assert!(!CHECKED || self.is_current(&plan), "a plan is good for the state it was made for");
+        assert!(!CHECKED || plan.is_reserved, "reserve_allocate_slots comes before");
         let is_idle = plan.is_idle();
         let AllocatePlan { call, row, admitted, attaches_hits, groups, mut fresh, .. } = plan;
         if is_idle {

@@ -3,9 +3,24 @@
 use super::{AllocateSlots, KVCacheManager};
 use crate::error::{KVCacheError, Result};
 use crate::id::{BlockId, RequestRow};
+use crate::prefix_map::SoughtBlock;
 use crate::single_type::SingleTypeKVCacheManager;
 
+/// Token counts above this are no counts of a request: sums of two of them still fit 32 bits.
+const MOST_TOKENS: u32 = u32::MAX / 4;
+
+/// New tokens beyond the longest request that a call may ask for: drafts of a last step.
+const MOST_BEYOND: u64 = 1 << 16;
+
 impl KVCacheManager {
+    /// Refuses a token count that no request can have.
+    pub(super) fn check_token_count(argument: &'static str, num_tokens: u32) -> Result<()> {
+        if num_tokens <= MOST_TOKENS {
+            return Ok(());
+        }
+        Err(KVCacheError::argument(argument, format!("{num_tokens} is more than {MOST_TOKENS}")))
+    }
+
     pub(super) fn check_call(
         &self,
         call: &AllocateSlots<'_>,
@@ -26,8 +41,14 @@ impl KVCacheManager {
             + u64::from(call.num_new_computed_tokens)
             + u64::from(call.num_external_computed_tokens);
         let new = u64::from(call.num_new_tokens) + u64::from(call.num_lookahead_tokens);
-        if computed + new > u64::from(u32::MAX / 2) {
-            return Err(KVCacheError::argument("num_new_tokens", "the token counts are too large"));
+        let longest = u64::from(self.config.max_model_len);
+        if computed > u64::from(MOST_TOKENS) || new > longest + MOST_BEYOND {
+            return Err(KVCacheError::argument(
+                "num_new_tokens",
+                format!(
+                    "{computed} computed and {new} new tokens are far beyond max_model_len {longest}"
+                ),
+            ));
         }
         if call.num_external_computed_tokens > 0 && computed > self.config.max_model_len.into() {
             return Err(KVCacheError::argument(
@@ -64,7 +85,7 @@ impl KVCacheManager {
         }
         if blocks.pool() != self.pool.id() {
             return Err(KVCacheError::ForeignBlock {
-                what: "the hit".into(),
+                what: format!("the hit for request {:?}", call.request.request_id),
                 found: blocks.pool(),
                 expected: self.pool.id(),
             });
@@ -86,8 +107,17 @@ impl KVCacheManager {
                     call.num_new_computed_tokens
                 ));
             }
-            for block in hits {
-                self.check_hit(call, manager, *block, blocks.epoch())?;
+            let hashes = self.pool.merged_hashes(call.request, manager.block_size());
+            if hashes.len() < hits.len() {
+                return mismatch(format!(
+                    "group {index} has {} blocks, request {:?} has hashes of {}",
+                    hits.len(),
+                    call.request.request_id,
+                    hashes.len()
+                ));
+            }
+            for (position, block) in hits.iter().enumerate() {
+                self.check_hit(call, manager, *block, hashes.sought(position), blocks.epoch())?;
             }
         }
         Ok(())
@@ -98,10 +128,20 @@ impl KVCacheManager {
         call: &AllocateSlots<'_>,
         manager: &SingleTypeKVCacheManager,
         block: BlockId,
+        sought: SoughtBlock<'_>,
         epoch: u64,
     ) -> Result<()> {
         if block.is_null() {
-            return Ok(());
+            if !manager.kind().is_full_attention() {
+                return Ok(());
+            }
+            return Err(KVCacheError::argument(
+                "new_computed_blocks",
+                format!(
+                    "group {} reads all blocks, the null block cannot be a hit",
+                    manager.group()
+                ),
+            ));
         }
         let key = self.pool.block_key(block);
         if key.is_none() || self.pool.changed_since(block, epoch) {
@@ -117,6 +157,15 @@ impl KVCacheManager {
                 "new_computed_blocks",
                 format!("block {block} caches group {}, not group {}", key.group, manager.group()),
             )),
+            _ if !self.pool.prefix.carries(block, sought, manager.group()) => {
+                Err(KVCacheError::argument(
+                    "new_computed_blocks",
+                    format!(
+                        "block {block} caches other tokens than request {:?} has there; look up again",
+                        call.request.request_id
+                    ),
+                ))
+            }
             _ => Ok(()),
         }
     }

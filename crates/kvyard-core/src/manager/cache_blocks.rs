@@ -33,6 +33,7 @@ impl KVCacheManager {
         let Some(row) = self.requests.find(request.request_id, hint) else {
             return Err(KVCacheError::UnknownRequest { request: request.request_id.into() });
         };
+        Self::check_token_count("num_computed_tokens", num_computed_tokens)?;
         let mut spans: SmallVec<[(u32, u32); 4]> = SmallVec::new();
         spans.make_room(self.managers.len())?;
         for manager in &self.managers {

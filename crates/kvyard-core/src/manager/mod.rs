@@ -198,6 +198,7 @@ impl KVCacheManager {
 
     /// The longest hit of at most `max_length` tokens, without a trace in statistics.
     pub fn find_longest_cache_hit(&self, request: &RequestCall<'_>, max_length: u32) -> CacheHit {
+        let max_length = max_length.min(request.view.num_tokens);
         self.coordinator.find_longest_cache_hit(&self.prefix_lookup(request, max_length))
     }
 
@@ -208,6 +209,7 @@ impl KVCacheManager {
         request: &RequestCall<'_>,
         max_length: u32,
     ) -> (KVCacheBlocks, Vec<u32>) {
+        let max_length = max_length.min(request.view.num_tokens);
         self.coordinator.find_longest_cache_hit_per_group(&self.prefix_lookup(request, max_length))
     }
 
@@ -387,6 +389,8 @@ impl KVCacheManager {
         let Some(row) = self.requests.find(request_id, hint) else {
             return Ok(());
         };
+        Self::check_token_count("total_computed_tokens", total_computed_tokens)?;
+        Self::check_token_count("num_prompt_tokens", num_prompt_tokens.unwrap_or(0))?;
         self.tables.reserve_edits(0, self.requests.len())?;
         let op = Op::RemoveSkipped { request: row.0, num_tokens: total_computed_tokens };
         self.pool.history.begin(op);

@@ -128,6 +128,8 @@ pub struct AllocatePlan<'a> {
     /// What the call returns, to be filled.
     pub(super) fresh: KVCacheBlocks,
     pub(super) revision: u64,
+    /// Memory was asked for.
+    pub(super) is_reserved: bool,
 }
 
 impl<'a> AllocatePlan<'a> {
@@ -141,6 +143,7 @@ impl<'a> AllocatePlan<'a> {
             groups: SmallVec::new(),
             fresh: KVCacheBlocks::builder(pool.id(), pool.epoch() + 1),
             revision: pool.revision(),
+            is_reserved: false,
         }
     }
 

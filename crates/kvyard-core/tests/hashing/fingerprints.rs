@@ -73,6 +73,20 @@ fn whatever_decides_about_a_block_decides_about_its_fingerprint() {
     assert_eq!((forked[0], forked[1] == base[1]), (base[0], false));
 }
 
+/// The block hash looks no further than an item that reaches beyond the block; the fingerprint does.
+#[test]
+fn items_within_items_count() {
+    let tokens: Vec<u32> = (0..32).collect();
+    let within =
+        |name| fingerprints(KEY, &tokens, &source(None, None, &[("a", 0, 24), (name, 9, 4)]), 8);
+    let (one, two) = (within("b"), within("c"));
+    assert_eq!(one[0], two[0], "positions 0 to 7 hold only the outer item");
+    assert_ne!(one[1], two[1]);
+    let crossing =
+        |name| fingerprints(KEY, &tokens, &source(None, None, &[("a", 0, 24), (name, 1, 30)]), 8);
+    assert_ne!(crossing("b")[0], crossing("c")[0]);
+}
+
 /// `SipHash`-2-4-128 of the authors' key over the bytes that the format says: the parent, the number of
 /// tokens as 64 bits, the tokens as 32 bits, all little-endian. The value was computed with Python's
 /// integers from the algorithm's paper.

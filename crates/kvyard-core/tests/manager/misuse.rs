@@ -1,11 +1,11 @@
 //! The *Strict* column of `manager.md` §10: outcome, and for errors an unchanged state.
 
 use kvyard_core::{
-    AllocateSlots, AttentionKind, BlockId, KVCacheBlocks, KVCacheError, KVCacheGroupSpec,
+    AllocateSlots, AttentionKind, BlockId, CacheHit, KVCacheBlocks, KVCacheError, KVCacheGroupSpec,
     KVCacheManager, KVCacheManagerConfig,
 };
 
-use crate::harness::{BLOCK_SIZE, Harness, NUM_BLOCKS, Options, full};
+use crate::harness::{BLOCK_SIZE, Harness, NUM_BLOCKS, Options, full, numbers, of_kind};
 
 fn refused_config(config: KVCacheManagerConfig) -> &'static str {
     match KVCacheManager::new(config, None) {
@@ -68,8 +68,7 @@ fn row_21_a_stale_hit() {
     world.add("B", 0..9);
     let hit = world.lookup("B");
     assert_eq!(hit.num_tokens, 8);
-    let with =
-        |hit: &kvyard_core::CacheHit| Options { hit: Some(hit.clone()), ..Options::default() };
+    let with = |hit: &CacheHit| Options { hit: Some(hit.clone()), ..Options::default() };
     world.manager.pool_mut().evict_blocks(&[BlockId(2)]).unwrap();
     let error = refused(&mut world, "B", 1, with(&hit));
     let expected =
@@ -384,13 +383,12 @@ fn row_36_an_allocation_needs_its_hashes() {
     assert_eq!(world.manager.state_digest(), before);
 }
 
-/// A block of the row got its key from somebody else.
+/// The keys of a row are its manager's to give: nobody else knows whose tokens its blocks hold.
 #[test]
-fn row_38_a_keyed_block_of_a_row() {
+fn rows_38_and_39_a_row_gets_its_keys_from_its_manager() {
     let mut world = Harness::new(full(NUM_BLOCKS));
     world.add("A", 0..8);
-    let with = Options { delay: true, ..Options::default() };
-    world.allocate_with("A", 4, with);
+    world.allocate_with("A", 4, Options { delay: true, ..Options::default() });
     let call = world.requests["A"].call(true);
     let row = [BlockId(1)];
     let span = kvyard_core::caching::CacheFullBlocks {
@@ -402,17 +400,54 @@ fn row_38_a_keyed_block_of_a_row() {
         group: kvyard_core::GroupId(0),
         mask: kvyard_core::caching::BlockMask::All,
     };
-    world.manager.pool_mut().cache_full_blocks(&span).unwrap();
-    // Also with an empty hit, which some callers always pass.
-    for hit in [None, Some(world.lookup("A"))] {
-        let hit = hit.map(|mut hit| {
-            hit.blocks = world.manager.empty_kv_cache_blocks();
-            hit.num_tokens = 0;
-            hit
-        });
-        let with = Options { hit, ..Options::default() };
-        let error = refused(&mut world, "A", 4, with);
-        assert!(matches!(error, KVCacheError::HashConflict { .. }), "{error}");
+    let before = world.manager.state_digest();
+    let error = world.manager.pool_mut().cache_full_blocks(&span).unwrap_err();
+    assert!(matches!(error, KVCacheError::NotOwned { block: BlockId(1), .. }), "{error}");
+    assert_eq!(world.manager.state_digest(), before);
+}
+
+/// A hit is the blocks of this request's own prefix, at their places, and nothing else.
+#[test]
+fn row_30_a_hit_is_of_this_request() {
+    let mut world = Harness::new(full(NUM_BLOCKS));
+    world.start("A", 0..12);
+    world.free("A");
+    world.add("B", 0..13);
+    world.add("C", 100..113);
+    let hit = world.lookup("B");
+    assert_eq!(numbers(hit.blocks.ids()), [1, 2, 3]);
+    let wrong = [[1, 1, 3], [2, 1, 3], [0, 2, 3]].map(|ids| {
+        let ids = ids.map(BlockId);
+        KVCacheBlocks::from_groups([&ids[..]], hit.blocks.pool(), hit.blocks.epoch())
+    });
+    for blocks in wrong {
+        let hit = CacheHit { blocks, ..hit.clone() };
+        let error = refused(&mut world, "B", 1, Options { hit: Some(hit), ..Options::default() });
+        assert!(matches!(error, KVCacheError::InvalidArgument { .. }), "{error}");
+    }
+    let error = refused(&mut world, "C", 1, Options { hit: Some(hit), ..Options::default() });
+    assert!(error.to_string().contains("other tokens"), "{error}");
+}
+
+/// Counts that no request has are refused wherever they come in.
+#[test]
+fn row_26_counts_beyond_every_request() {
+    let window = AttentionKind::SlidingWindow { sliding_window: 6 };
+    for kind in [AttentionKind::FullAttention, window] {
+        let mut world = Harness::new(of_kind(kind, full(NUM_BLOCKS)));
+        world.start("A", 0..8);
+        for huge in [u32::MAX, u32::MAX / 2] {
+            let before = world.manager.state_digest();
+            let call = world.requests["A"].call(true);
+            assert!(world.manager.remove_skipped_blocks("A", None, huge, Some(8)).is_err());
+            assert!(world.manager.cache_blocks(&call, None, huge).is_err());
+            assert!(world.manager.allocate_slots(&AllocateSlots::new(&call, huge)).is_err());
+            let hit = world.manager.find_longest_cache_hit(&call, huge);
+            assert!(hit.num_tokens <= 8);
+            let (_, lengths) = world.manager.find_longest_cache_hit_per_group(&call, huge);
+            assert!(lengths[0] <= 8);
+            assert_eq!(world.manager.state_digest(), before);
+        }
     }
 }
 
