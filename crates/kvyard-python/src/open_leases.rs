@@ -32,14 +32,22 @@ pub(crate) struct OpenLeases {
 impl OpenLeases {
     /// The error, with the requests named whose leases hold its block.
     pub(crate) fn with_owners(&self, error: KVCacheError) -> KVCacheError {
-        let KVCacheError::NotOwned { block, reason } = error else {
-            return error;
+        let named = |block: BlockId, text: String| {
+            let holders = self.held.values().filter(|lease| lease.holds(block));
+            let names: Vec<String> = holders
+                .map(|lease| format!("the lease of request {:?}", lease.request_id))
+                .collect();
+            if names.is_empty() { text } else { format!("{text} ({})", names.join(", ")) }
         };
-        let holders = self.held.values().filter(|lease| lease.holds(block));
-        let names: Vec<String> =
-            holders.map(|lease| format!("the lease of request {:?}", lease.request_id)).collect();
-        let reason =
-            if names.is_empty() { reason } else { format!("{reason} ({})", names.join(", ")) };
-        KVCacheError::NotOwned { block, reason }
+        match error {
+            KVCacheError::NotOwned { block, reason } => {
+                KVCacheError::NotOwned { block, reason: named(block, reason) }
+            }
+            KVCacheError::DoubleFree { block, times, handed_out, owner } => {
+                let owner = named(block, owner);
+                KVCacheError::DoubleFree { block, times, handed_out, owner }
+            }
+            other => other,
+        }
     }
 }
