@@ -39,11 +39,23 @@ def window(block_size: int, tokens: int) -> kvyard.SlidingWindowSpec:
     return kvyard.SlidingWindowSpec(block_size=block_size, sliding_window=tokens, **ATTENTION)
 
 
+def state(block_size: int) -> kvyard.MambaSpec:
+    return kvyard.MambaSpec(
+        block_size=block_size,
+        shapes=((8, 8),),
+        dtypes=("bfloat16",),
+        mamba_cache_mode="align",
+    )
+
+
 SPECS: dict[str, list[kvyard.KVCacheSpec]] = {
     "full": [full(4)],
     "full and window": [full(4), window(4, 8)],
     "window first": [window(4, 13), full(4)],
     "block sizes": [full(8), window(4, 8), window(8, 24)],
+    # Blocks that no aligned lookup can use get no key: case C15.
+    "masked": [full(16), window(4, 4)],
+    "states": [full(4), state(8)],
 }
 IDENTITIES: list[dict[str, Any]] = [
     {},

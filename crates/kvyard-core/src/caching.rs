@@ -313,6 +313,10 @@ impl BlockPool {
                         .map(|before| *events.hashes.get(before))
                         .find(|hash| self.prefix.get(hash, call.group).is_some());
                     self.record_stored(events, start..stop, start..stop, parent);
+                    let before = start.checked_sub(1).map(|before| *events.hashes.get(before));
+                    if let Some(before) = before.filter(|hash| Some(*hash) != parent) {
+                        self.events.set_predecessor(before);
+                    }
                     position = stop;
                 }
             }

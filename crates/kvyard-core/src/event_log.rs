@@ -32,6 +32,8 @@ struct Record {
     tokens_end: usize,
     extras_end: usize,
     parent: Option<BlockHash>,
+    /// Position in `predecessors` + 1; 0: the parent is what comes before.
+    predecessor: u32,
     block_size: u32,
     /// Position in `origins` + 1; 0: none.
     origin: u32,
@@ -84,6 +86,9 @@ pub enum KVCacheEvent<'a> {
         block_hashes: &'a [BlockHash],
         /// The prefix that the first of them continues.
         parent_block_hash: Option<BlockHash>,
+        /// What the first of them really follows, where the parent is only the nearest ancestor that
+        /// is cached: tokens between the two are not told.
+        predecessor_block_hash: Option<BlockHash>,
         /// Tokens of the announced span.
         token_ids: &'a [u32],
         /// Tokens per block.
@@ -146,6 +151,7 @@ pub struct EventLog {
     /// Ends of the blocks' keys in `extras`.
     extras_ends: Vec<usize>,
     origins: Vec<Origin>,
+    predecessors: Vec<BlockHash>,
 }
 
 /// How much one call may add to the log. What a call does in several places is added up first: room
@@ -211,6 +217,7 @@ impl EventLog {
             self.extras.make_room(wanted.extra_keys)?;
             self.extras_ends.make_room(wanted.hashes)?;
             self.origins.make_room(wanted.records)?;
+            self.predecessors.make_room(wanted.records)?;
         }
         Ok(())
     }
@@ -232,6 +239,7 @@ impl EventLog {
         self.extras.clear();
         self.extras_ends.clear();
         self.origins.clear();
+        self.predecessors.clear();
     }
 
     /// The waiting changes, oldest first.
@@ -250,6 +258,9 @@ impl EventLog {
                 Kind::Stored => KVCacheEvent::BlockStored {
                     block_hashes,
                     parent_block_hash: record.parent,
+                    predecessor_block_hash: (record.predecessor as usize)
+                        .checked_sub(1)
+                        .map(|at| self.predecessors[at]),
                     token_ids: &self.tokens[tokens..record.tokens_end],
                     block_size: record.block_size,
                     adapter: origin.and_then(|origin| origin.adapter.as_ref()),
@@ -379,8 +390,18 @@ impl EventLog {
             tokens_end: self.tokens.len(),
             extras_end: self.extras_ends.len(),
             parent,
+            predecessor: 0,
             block_size,
             origin,
         });
+    }
+
+    /// Tells what the store that ended last really follows, where its parent is not that.
+    pub(crate) fn set_predecessor(&mut self, hash: BlockHash) {
+        if let Some(record) = self.records.last_mut() {
+            self.predecessors.push(hash);
+            let number = u32::try_from(self.predecessors.len());
+            record.predecessor = number.expect("predecessors are bounded by records");
+        }
     }
 }

@@ -324,6 +324,7 @@ impl BatchEncoder {
         let KVCacheEvent::BlockStored {
             block_hashes,
             ref parent_block_hash,
+            ref predecessor_block_hash,
             token_ids,
             block_size,
             adapter,
@@ -345,6 +346,10 @@ impl BatchEncoder {
             kv_cache_spec_kind: description.map(|group| group.kind),
             kv_cache_spec_sliding_window: description.and_then(|group| group.sliding_window),
             cache_salt,
+            // What lies between the parent and the first block is not told: say what it follows.
+            announced_parent_block_hash: predecessor_block_hash
+                .as_ref()
+                .map(|hash| self.external(hash)),
             ..BlockStored::default()
         };
         // An event without hashes has no entries, which is the field's default.

@@ -39,9 +39,9 @@ class BlockStored:
         kv_cache_spec_sliding_window: Window in tokens of a sliding-window spec.
         cache_salt: The request's salt where the sender tells it in a field of its own, as SGLang
             and the format `router` do. `take_events` leaves it unset: vLLM has no such field.
-        announced_parent_block_hash: In a dump in the format `router`, where the block before the
-            first one is gone and `parent_block_hash` names an earlier one: that block. The tokens
-            are those that follow it.
+        announced_parent_block_hash: In the format `router`, where the block before the first one
+            has no key or is gone, and `parent_block_hash` names an earlier one: that block. The
+            tokens are those that follow it. `take_events` leaves it unset.
     """
 
     block_hashes: list[ExternalBlockHash]
