@@ -300,7 +300,9 @@ def test_a_manager_and_its_pool_take_turns() -> None:
     """The pool does not know the kinds of its groups, its manager does; each says what it knows."""
     manager = make_manager(12, enable_kv_cache_events=True)
     kinds = []
-    for at, source in enumerate([manager.block_pool, manager, manager.block_pool, manager]):
+    sources: list[kvyard.BlockPool | kvyard.KVCacheManager]
+    sources = [manager.block_pool, manager, manager.block_pool, manager]
+    for at, source in enumerate(sources):
         admit(manager, make_request(f"r{at}", range(at * 100, at * 100 + 5)))
         payload = source.take_event_batch()
         assert payload is not None

@@ -116,7 +116,8 @@ class LossyMachine(StreamMachine):
         self.read()
         assert self.consumer.known == self.content()
         assert self.subscription.next_sequence in (None, self.publisher.next_sequence)
-        assert (self.subscription.num_lost, self.subscription.num_restarts) == (0, 0)
+        # A reset behind lost batches looks like a new beginning, which loses nothing either.
+        assert self.subscription.num_lost == 0
 
     def teardown(self) -> None:
         if hasattr(self, "stack"):

@@ -83,11 +83,12 @@ def test_a_dissolved_lease_is_its_own_manager_s() -> None:
     lease = manager.pop_blocks_for_free(admitted(manager, "a", range(8)))
     blocks = list(lease)
     before = manager.state_digest()
-    for give_back in (
+    ways: list[Callable[[], None]] = [
         lambda: other.free_popped(lease),
         lambda: other.block_pool.free_blocks(lease),
         lambda: other.block_pool.free_blocks(reversed(lease)),
-    ):
+    ]
+    for give_back in ways:
         with pytest.raises(kvyard.ForeignBlockError, match='lease of request "a"'):
             give_back()
         assert manager.state_digest() == before

@@ -2,7 +2,7 @@
 //! history of a manager.
 //!
 //! In a history, operands are what they say: a request is its row. In a schedule they are small numbers
-//! that a [`World`](crate::world::World) maps onto what it has (the third of its requests, a block that
+//! that a `world::World` (feature `testing`) maps onto what it has (the third of its requests, a block that
 //! somebody holds), so that any list of operations means something.
 
 use crate::error::KVCacheError;

@@ -131,12 +131,12 @@ def _report(raw: dict[str, Any]) -> Report:
                 if block:
                     place = f"request {name!r} at position {position} of group {group}"
                     holders.setdefault(block, []).append(place)
-    groups = ", ".join(f"{g['kind']} of {g['block_size']} tokens" for g in raw["groups"])
+    kinds = ", ".join(f"{g['kind']} of {g['block_size']} tokens" for g in raw["groups"])
     return Report(
         violation=_printable(str(raw["violation"])),
         summary=(
-            f"{raw['num_blocks']:,} blocks, {raw['num_free_blocks']:,} free; groups: {groups}; "
-            f"{len(rows):,} requests hold blocks"
+            f"{int(raw['num_blocks']):,} blocks, {int(raw['num_free_blocks']):,} free; "
+            f"groups: {kinds}; {len(rows):,} requests hold blocks"
         ),
         holders=holders,
         rows=rows,
