@@ -63,7 +63,7 @@ impl KVCacheManager {
         plan.attaches_hits = !tracked
             && (call.num_external_computed_tokens > 0
                 || call.new_computed_blocks.is_some_and(|blocks| !blocks.is_empty()));
-        if CHECKED {
+        if CHECKED && !self.is_plain_step(call) {
             self.check_call(call, plan.row, tracked, plan.attaches_hits)?;
         }
         plan.groups.make_room(self.managers.len())?;

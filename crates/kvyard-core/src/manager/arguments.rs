@@ -21,6 +21,18 @@ impl KVCacheManager {
         Err(KVCacheError::argument(argument, format!("{num_tokens} is more than {MOST_TOKENS}")))
     }
 
+    /// Whether a call is a step of decoding or prefill that cannot be wrong: some tokens, not too many,
+    /// and nothing found or loaded elsewhere. Most calls are.
+    #[inline]
+    pub(super) fn is_plain_step(&self, call: &AllocateSlots<'_>) -> bool {
+        let most = self.config.max_model_len;
+        call.new_computed_blocks.is_none()
+            && call.num_new_computed_tokens | call.num_external_computed_tokens == 0
+            && call.request.view.num_computed_tokens <= MOST_TOKENS
+            && call.num_new_tokens.wrapping_sub(1) < most
+            && call.num_lookahead_tokens <= 1 << 15
+    }
+
     pub(super) fn check_call(
         &self,
         call: &AllocateSlots<'_>,
