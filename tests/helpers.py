@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import kvyard
+from kvyard.events.types import FURTHER_FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -180,7 +181,7 @@ def low_bits(block_hash: bytes) -> int:
 def event_as_dict(event: kvyard.KVCacheEvent) -> dict[str, Any]:
     """An event of `take_events` with the name of its type and vLLM's fields."""
     fields = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
-    for further in ("cache_salt", "announced_parent_block_hash"):
+    for further in FURTHER_FIELDS:
         assert fields.pop(further, None) is None
     return {"type": type(event).__name__, **fields}
 

@@ -22,6 +22,7 @@ from kvyard.events import (
     WireFormat,
     decode_batch,
 )
+from kvyard.events.types import FURTHER_FIELDS
 
 from tests import vllm_events
 from tests.helpers import event_as_dict
@@ -145,7 +146,8 @@ class StreamMachine(MixMachine):
 def without_salt(event: KVCacheEvent) -> dict[str, Any]:
     """An event as vLLM has it."""
     if isinstance(event, BlockStored):
-        event = replace(event, cache_salt=None, announced_parent_block_hash=None)
+        unset: dict[str, Any] = dict.fromkeys(FURTHER_FIELDS)
+        event = replace(event, **unset)
     return event_as_dict(event)
 
 

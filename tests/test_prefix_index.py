@@ -141,6 +141,37 @@ def test_the_index_knows_what_the_manager_would_find(
     assert hits > 50
 
 
+@pytest.mark.parametrize("semantics", [CORRECTED, VLLM], ids=["corrected", "vllm"])
+def test_boundaries_inside_blocks_do_not_mislead(semantics: kvyard.Semantics) -> None:
+    """Case C17: blocks of 1,536 tokens, keys every 128; prompts end inside the second block."""
+    rule = str(semantics.removal_event)
+    pool = kvyard.BlockPool(60, True, 128, True, semantics=semantics)
+    index, dumped, live_set = PrefixIndex(rule), PrefixIndex(rule), LiveSet(rule)
+    last = KVEventBatch(0.0, [])
+    boundary = 2944
+    for number in range(15):  # more tokens behind such boundaries than in whole blocks
+        prompt = [*range(1536), *[number] * (boundary - 1536)]
+        request = make_request(f"r{number}", prompt, 128, semantics)
+        blocks = pool.get_new_blocks(2)
+        if number == 0:
+            pool.cache_full_blocks(request, blocks, 0, 1, 1536, 0)
+        assert pool.cache_partial_block(request, blocks[1], boundary, 0, 1536) is not None
+        payload = pool.take_event_batch()
+        assert payload is not None
+        index.apply("w", payload)
+        live_set.apply(payload)
+        for batch in live_set.dump(0.0):
+            dumped.apply("w", batch)
+        last = decode_batch(payload)
+        for router in (index, dumped):
+            assert router.matched_tokens(range(3072)) == {"w": 1536}
+        dumped.remove_worker("w")
+    [boundary_store] = last.events
+    assert isinstance(boundary_store, BlockStored)
+    assert boundary_store.group_block_size == 1536
+    assert boundary_store.block_size == (128 if semantics == VLLM else 1408)
+
+
 def test_sglang_workers() -> None:
     """Pages of one token, signed hashes, no groups, one removal for many hashes."""
     encode = msgspec.msgpack.encode
@@ -189,6 +220,18 @@ def test_sets_and_counts() -> None:
     assert index.matched_tokens([5, 6, 7]) == {"vllm": 0, "ours": 0}
 
 
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_payloads_may_lie_in_any_buffer(kind: type[bytes]) -> None:
+    stored = BlockStored([1], None, [5, 6], 2, None, "GPU", None)
+    payload = kind(encode_batch([stored], 0.0))
+    index, live_set = PrefixIndex(), LiveSet()
+    index.apply("a", payload)
+    live_set.apply(payload)
+    assert index.matched_tokens([5, 6]) == {"a": 2}
+    assert len(live_set) == 1
+    assert decode_batch(payload).events == [stored]
+
+
 def test_workers_by_any_name() -> None:
     stored = BlockStored([1], None, [5, 6], 2, None, "GPU", None)
     index = PrefixIndex()
@@ -221,6 +264,9 @@ def test_misuse_is_refused() -> None:
         index.apply("c", b"\x93")
     with pytest.raises(kvyard.InvalidArgumentError):
         index.apply("c", [1])  # type: ignore[arg-type]
+    with pytest.raises(kvyard.InvalidArgumentError, match="not str") as told:
+        index.apply("c", "x" * 10_000)  # type: ignore[arg-type]
+    assert len(str(told.value)) < 200
     with pytest.raises(TypeError):
         index.apply([], encode_batch([], 0.0))  # type: ignore[arg-type]
     assert len(index) == 1
@@ -231,6 +277,8 @@ def test_misuse_is_refused() -> None:
     live_set = LiveSet()
     with pytest.raises(kvyard.EventDecodeError):
         live_set.apply(b"")
+    with pytest.raises(TypeError, match="bytes are expected, not str"):
+        live_set.apply("")  # type: ignore[arg-type]
     with pytest.raises(kvyard.InvalidArgumentError):
         live_set.dump(0.0, None)
     assert live_set.dump(0.0, None, "vllm_0_25") == []

@@ -164,7 +164,7 @@ class HashFunction:
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
-def decode_batch(payload: bytes) -> KVEventBatch:
+def decode_batch(payload: bytes | bytearray | memoryview) -> KVEventBatch:
     """The events in a payload of vLLM 0.25 or 0.33, SGLang or kvyard.
 
     Events may be maps or arrays, hashes ints of either sign (answered as the unsigned int of the
@@ -763,7 +763,7 @@ class LiveSet:
         Raises:
             InvalidArgumentError: It is neither.
         """
-    def apply(self, payload: bytes) -> None:
+    def apply(self, payload: bytes | bytearray | memoryview) -> None:
         """Take in the next payload.
 
         Raises:
@@ -890,7 +890,7 @@ class PrefixIndex:
         """
     def remove_worker(self, worker: Hashable) -> None:
         """Forget a worker and what it holds; an unknown one is none."""
-    def apply(self, worker: Hashable, batch: bytes | KVEventBatch) -> None:
+    def apply(self, worker: Hashable, batch: bytes | bytearray | memoryview | KVEventBatch) -> None:
         """Take in a worker's next batch, as payload or decoded; an unknown worker becomes known.
 
         A worker that starts again is followed if it sends AllBlocksCleared first.

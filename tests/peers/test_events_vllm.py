@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import kvyard
 import pytest
 from kvyard.events import BatchSource, EventSubscription, ZmqPublisher, subscribe
+from kvyard.events.types import FURTHER_FIELDS
 
 from tests.event_streams import Engine, ask, fresh_inproc, number, raw_consumer
 
@@ -24,9 +25,6 @@ vllm_events: Any = pytest.importorskip(
 msgspec: Any = pytest.importorskip("msgspec")
 
 pytestmark = pytest.mark.timeout(120)
-
-OURS = ("cache_salt", "announced_parent_block_hash")
-"""Fields that vLLM's events do not have."""
 
 
 def stored(hash_: int, tokens: list[Any]) -> Any:
@@ -102,7 +100,8 @@ def test_vllms_classes_read_our_stream_and_replay() -> None:
             batch = decoder.decode(frames[2])
             assert batch.data_parallel_rank == 0
             assert [as_fields(event) for event in batch.events] == [
-                {k: v for k, v in as_fields(event).items() if k not in OURS} for event in events
+                {k: v for k, v in as_fields(event).items() if k not in FURTHER_FIELDS}
+                for event in events
             ]
         *replies, _ = ask(replay, b"", number(0))
         assert [frames[1:] for frames in replies] == [frames[1:] for frames in live]

@@ -398,6 +398,7 @@ impl BlockPool {
             let cursor = content.keys.media_cursor_at(span.start, rule);
             self.events.add_stored(key.hash, content.keys, span.clone(), cursor);
             self.events.end_stored(&content, span, parent, num_tokens - start, group);
+            self.events.set_group_block_size(block_size);
         }
         Ok(Some(key))
     }

@@ -35,6 +35,8 @@ struct Record {
     /// Position in `predecessors` + 1; 0: the parent is what comes before.
     predecessor: u32,
     block_size: u32,
+    /// Where it is another one: that of the group; else 0.
+    group_block_size: u32,
     /// Position in `origins` + 1; 0: none.
     origin: u32,
 }
@@ -91,8 +93,10 @@ pub enum KVCacheEvent<'a> {
         predecessor_block_hash: Option<BlockHash>,
         /// Tokens of the announced span.
         token_ids: &'a [u32],
-        /// Tokens per block.
+        /// Tokens per block; of a boundary inside a block, the tokens that the event covers.
         block_size: u32,
+        /// Of a boundary inside a block (case C17): tokens per block of the group.
+        group_block_size: Option<u32>,
         /// The adapter, if any.
         adapter: Option<&'a EventAdapter>,
         /// The request's salt, if any, also where the span does not hold the first block.
@@ -263,6 +267,7 @@ impl EventLog {
                         .map(|at| self.predecessors[at]),
                     token_ids: &self.tokens[tokens..record.tokens_end],
                     block_size: record.block_size,
+                    group_block_size: Some(record.group_block_size).filter(|size| *size > 0),
                     adapter: origin.and_then(|origin| origin.adapter.as_ref()),
                     cache_salt: origin.and_then(|origin| origin.cache_salt.as_deref()),
                     extra_keys: BlockExtraKeys {
@@ -392,8 +397,16 @@ impl EventLog {
             parent,
             predecessor: 0,
             block_size,
+            group_block_size: 0,
             origin,
         });
+    }
+
+    /// Tells that the store that ended last is of a boundary inside a block of so many tokens.
+    pub(crate) fn set_group_block_size(&mut self, block_size: u32) {
+        if let Some(record) = self.records.last_mut() {
+            record.group_block_size = block_size;
+        }
     }
 
     /// Tells what the store that ended last really follows, where its parent is not that.

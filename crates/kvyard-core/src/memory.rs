@@ -84,6 +84,7 @@ pub(crate) fn grow_table<T>(
 /// Requests for memory that fail on purpose; outside of tests there are none.
 #[cfg(not(feature = "testing"))]
 mod faults {
+    #[expect(clippy::unnecessary_wraps, reason = "under `testing` it can fail")]
     #[inline]
     pub(super) fn check() -> crate::error::Result<()> {
         Ok(())

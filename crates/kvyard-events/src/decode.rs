@@ -151,6 +151,9 @@ impl<'a> Fields<'a> {
             "kv_cache_spec_sliding_window" => {
                 stored.kv_cache_spec_sliding_window = optional_count(reader, "a window or nil")?;
             }
+            "group_block_size" => {
+                stored.group_block_size = optional_count(reader, "a block size or nil")?;
+            }
             "announced_parent_block_hash" => {
                 stored.announced_parent_block_hash = optional_hash(reader)?;
             }

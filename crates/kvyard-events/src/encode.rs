@@ -117,6 +117,7 @@ pub(crate) fn write_stored_parts(
     extra_keys: Option<impl FnOnce(&mut Vec<u8>)>,
 ) {
     let cache_salt = fields.cache_salt.filter(|_| format.has_further_fields());
+    let group_size = fields.group_block_size.filter(|_| format.has_further_fields());
     let announced = fields.announced_parent_block_hash.filter(|_| format.has_further_fields());
     let is_map = !format.is_array();
     let name = |out: &mut Vec<u8>, name: &str| {
@@ -131,6 +132,7 @@ pub(crate) fn write_stored_parts(
             fields.kv_cache_spec_kind.is_some(),
             fields.kv_cache_spec_sliding_window.is_some(),
             cache_salt.is_some(),
+            group_size.is_some(),
             announced.is_some(),
         ];
         write_small_map_header(out, 8 + set.map(u8::from).iter().sum::<u8>());
@@ -166,6 +168,8 @@ pub(crate) fn write_stored_parts(
     write_defaulted(out, is_map, "kv_cache_spec_sliding_window", window, write_unsigned);
     if is_map {
         write_defaulted(out, true, "cache_salt", cache_salt, write_text);
+        let group_size = group_size.map(u64::from);
+        write_defaulted(out, true, "group_block_size", group_size, write_unsigned);
         write_defaulted(out, true, "announced_parent_block_hash", announced, |out, hash| {
             write_hash(out, &hash);
         });
@@ -327,6 +331,7 @@ impl BatchEncoder {
             ref predecessor_block_hash,
             token_ids,
             block_size,
+            group_block_size,
             adapter,
             cache_salt,
             extra_keys,
@@ -346,6 +351,7 @@ impl BatchEncoder {
             kv_cache_spec_kind: description.map(|group| group.kind),
             kv_cache_spec_sliding_window: description.and_then(|group| group.sliding_window),
             cache_salt,
+            group_block_size,
             // What lies between the parent and the first block is not told: say what it follows.
             announced_parent_block_hash: predecessor_block_hash
                 .as_ref()

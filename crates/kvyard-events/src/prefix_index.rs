@@ -52,8 +52,6 @@ pub struct Prompt<'a> {
 #[derive(Debug, Default)]
 pub struct PrefixIndex {
     workers: Vec<Option<Worker>>,
-    /// Divides every block size seen: where fingerprints of a prompt are wanted.
-    step: u32,
 }
 
 impl PrefixIndex {
@@ -106,12 +104,7 @@ impl PrefixIndex {
         };
         for event in events {
             match event {
-                Event::BlockStored(stored) if is_on_gpu(stored.medium) => {
-                    if stored.block_size > 0 {
-                        self.step = gcd(self.step, stored.block_size);
-                    }
-                    worker.store(stored);
-                }
+                Event::BlockStored(stored) if is_on_gpu(stored.medium) => worker.store(stored),
                 Event::BlockRemoved(removed) if is_on_gpu(removed.medium) => worker.remove(removed),
                 Event::AllBlocksCleared => worker.clear(),
                 Event::BlockStored(_) | Event::BlockRemoved(_) | Event::Unknown { .. } => {}
@@ -121,10 +114,12 @@ impl PrefixIndex {
 
     /// For each worker how many leading tokens of the prompt it holds, 0 for none.
     pub fn matched_tokens(&self, prompt: &Prompt<'_>) -> Vec<(WorkerId, u32)> {
-        let fingerprints = self.fingerprints(prompt);
+        // Divides every block size: where fingerprints of the prompt are wanted.
+        let step = self.workers.iter().flatten().flat_map(Worker::block_sizes).fold(0, gcd);
+        let fingerprints = fingerprints(prompt, step);
         let workers = (0..).zip(&self.workers);
         let matched = |(id, worker): (u32, &Option<Worker>)| {
-            let matched = worker.as_ref()?.matched_tokens(&fingerprints, self.step);
+            let matched = worker.as_ref()?.matched_tokens(&fingerprints, step);
             Some((WorkerId(id), matched))
         };
         workers.filter_map(matched).collect()
@@ -146,32 +141,32 @@ impl PrefixIndex {
     pub fn num_bytes(&self) -> usize {
         self.workers.iter().flatten().map(Worker::num_bytes).sum()
     }
+}
 
-    /// Fingerprints of the prompt's first `step` tokens, twice as many, and so on.
-    fn fingerprints(&self, prompt: &Prompt<'_>) -> Vec<Fingerprint> {
-        if self.step == 0 {
-            return Vec::new();
-        }
-        let mut fingerprint = root(prompt.lora_name, prompt.cache_salt);
-        let mut media = prompt.media;
-        let chunks = prompt.token_ids.chunks_exact(self.step as usize);
-        let mut fingerprints = Vec::with_capacity(chunks.len());
-        let mut start = 0;
-        for chunk in chunks {
-            let end = start + self.step;
-            let inside = media.iter().take_while(|(_, position)| *position < end).count();
-            let (here, later) = media.split_at(inside);
-            let mut coefficients = Coefficients::default();
-            coefficients.extend(chunk.iter().copied());
-            for (identifier, position) in here.iter().filter(|(_, position)| *position >= start) {
-                coefficients.add_media((position - start) as usize, identifier);
-            }
-            fingerprint = coefficients.append_to(fingerprint);
-            fingerprints.push(fingerprint);
-            (media, start) = (later, end);
-        }
-        fingerprints
+/// Fingerprints of the prompt's first `step` tokens, twice as many, and so on.
+fn fingerprints(prompt: &Prompt<'_>, step: u32) -> Vec<Fingerprint> {
+    if step == 0 {
+        return Vec::new();
     }
+    let mut fingerprint = root(prompt.lora_name, prompt.cache_salt);
+    let mut media = prompt.media;
+    let chunks = prompt.token_ids.chunks_exact(step as usize);
+    let mut fingerprints = Vec::with_capacity(chunks.len());
+    let mut start = 0;
+    for chunk in chunks {
+        let end = start + step;
+        let inside = media.iter().take_while(|(_, position)| *position < end).count();
+        let (here, later) = media.split_at(inside);
+        let mut coefficients = Coefficients::default();
+        coefficients.extend(chunk.iter().copied());
+        for (identifier, position) in here.iter().filter(|(_, position)| *position >= start) {
+            coefficients.add_media((position - start) as usize, identifier);
+        }
+        fingerprint = coefficients.append_to(fingerprint);
+        fingerprints.push(fingerprint);
+        (media, start) = (later, end);
+    }
+    fingerprints
 }
 
 fn is_on_gpu(medium: Option<&str>) -> bool {

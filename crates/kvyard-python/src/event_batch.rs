@@ -13,8 +13,11 @@ use kvyard_events::{
     read_batch,
 };
 use pyo3::IntoPyObjectExt;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
+use pyo3::types::{
+    PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyMemoryView, PyString, PyTuple,
+};
 
 use crate::batch_writer::BatchWriter;
 use crate::config::config_count;
@@ -26,6 +29,32 @@ use crate::shared::Shared;
 /// Log entries and token ids above which encoding lets other threads run Python: it takes a few
 /// microseconds then, more than handing the interpreter over does.
 const LARGE: usize = 1024;
+
+/// An encoded batch as callers have it: bytes, or a bytearray or memoryview, which are copied, since
+/// others can write to them.
+pub(crate) struct Payload<'py>(Bound<'py, PyBytes>);
+
+impl Payload<'_> {
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for Payload<'py> {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(bytes) = value.cast::<PyBytes>() {
+            return Ok(Self(bytes.to_owned()));
+        }
+        if value.is_instance_of::<PyByteArray>() || value.is_instance_of::<PyMemoryView>() {
+            let bytes = value.py().get_type::<PyBytes>().call1((value,))?;
+            return Ok(Self(bytes.cast_into()?));
+        }
+        let reason = format!("bytes are expected, not {}", value.get_type().name()?);
+        Err(PyTypeError::new_err(reason))
+    }
+}
 
 /// The name of a wire format.
 pub(crate) fn wire_format(name: &str) -> PyResult<WireFormat> {
@@ -182,6 +211,7 @@ struct OwnedStored {
     kv_cache_spec_kind: Option<String>,
     kv_cache_spec_sliding_window: Option<u32>,
     cache_salt: Option<String>,
+    group_block_size: Option<u32>,
     announced_parent_block_hash: Option<OwnedHash>,
 }
 
@@ -262,6 +292,7 @@ impl OwnedEvent {
                 kv_cache_spec_kind: stored.kv_cache_spec_kind.as_deref(),
                 kv_cache_spec_sliding_window: stored.kv_cache_spec_sliding_window,
                 cache_salt: stored.cache_salt.as_deref(),
+                group_block_size: stored.group_block_size,
                 announced_parent_block_hash: stored
                     .announced_parent_block_hash
                     .as_ref()
@@ -301,6 +332,7 @@ impl OwnedStored {
                 count_wanted,
             )?,
             cache_salt: optional(event, "cache_salt", "a str")?,
+            group_block_size: optional(event, "group_block_size", count_wanted)?,
             announced_parent_block_hash: optional_hash("announced_parent_block_hash")?,
         })
     }
@@ -373,8 +405,8 @@ pub(crate) fn encode_batch<'py>(
 
 /// The batch in a payload of vLLM, `SGLang` or kvyard. Events of unknown types are left out.
 #[pyfunction]
-pub(crate) fn decode_batch(py: Python<'_>, payload: &[u8]) -> PyResult<Py<PyAny>> {
-    let batch = read_batch(payload).map_err(|error| decode_error(&error))?;
+pub(crate) fn decode_batch(py: Python<'_>, payload: Payload<'_>) -> PyResult<Py<PyAny>> {
+    let batch = read_batch(payload.as_bytes()).map_err(|error| decode_error(&error))?;
     let classes = event_classes(py)?;
     let events = PyList::empty(py);
     for event in &batch.events {
@@ -421,6 +453,7 @@ fn stored_object(
     );
     let further = PyDict::new(py);
     further.set_item("cache_salt", stored.cache_salt)?;
+    further.set_item("group_block_size", stored.group_block_size)?;
     let announced = stored.announced_parent_block_hash.map(|hash| hash_object(py, hash));
     further.set_item("announced_parent_block_hash", announced.transpose()?)?;
     classes.stored.bind(py).call(arguments, Some(&further)).map(Bound::unbind)

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::invalid_argument;
-use crate::event_batch::{BatchHeader, decode_error};
+use crate::event_batch::{BatchHeader, Payload, decode_error};
 
 /// A rule about removals by its name in `Semantics`.
 pub(crate) fn removal_event(name: &str) -> PyResult<RemovalEvent> {
@@ -48,7 +48,8 @@ impl LiveSet {
     }
 
     /// Takes in a payload of the publisher, in order.
-    fn apply(&self, py: Python<'_>, payload: &[u8]) -> PyResult<()> {
+    fn apply(&self, py: Python<'_>, payload: Payload<'_>) -> PyResult<()> {
+        let payload = payload.as_bytes();
         self.with(py, |core| core.apply(payload)).map_err(|error| decode_error(&error))
     }
 

@@ -7,11 +7,11 @@ use kvyard_events::{PrefixIndex as CoreIndex, Prompt, WorkerId, read_batch};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::sync::MutexExt;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::PyDict;
 
 use crate::convert::token_ids;
 use crate::error::invalid_argument;
-use crate::event_batch::{decode_error, with_events};
+use crate::event_batch::{Payload, decode_error, with_events};
 use crate::live_set::removal_event;
 
 #[derive(Debug)]
@@ -124,7 +124,7 @@ impl PrefixIndex {
     /// Takes in a batch of a worker: a payload, or a `KVEventBatch`.
     fn apply(&self, worker: &Bound<'_, PyAny>, batch: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = worker.py();
-        if let Ok(payload) = batch.cast::<PyBytes>() {
+        if let Ok(payload) = batch.extract::<Payload<'_>>() {
             // Read before an unknown worker becomes known.
             let batch = read_batch(payload.as_bytes()).map_err(|error| decode_error(&error))?;
             let id = self.id_or_add(worker)?;
@@ -132,7 +132,8 @@ impl PrefixIndex {
             return Ok(());
         }
         let Some(events) = batch.getattr_opt("events")? else {
-            let reason = format!("must be bytes or a KVEventBatch, not {batch}");
+            let kind = batch.get_type().name()?;
+            let reason = format!("must be bytes or a KVEventBatch, not {kind}");
             return Err(invalid_argument("batch", reason));
         };
         with_events(&events, |events| {

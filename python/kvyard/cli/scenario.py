@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import kvyard
+from kvyard.events.types import FURTHER_FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -404,7 +405,7 @@ def _as_lists(ids: tuple[list[int], ...]) -> list[list[int]]:
 
 def _event_as_object(event: kvyard.KVCacheEvent) -> dict[str, Any]:
     fields = dataclasses.asdict(event)
-    for further in ("cache_salt", "announced_parent_block_hash"):  # vLLM has no such fields
+    for further in FURTHER_FIELDS:
         fields.pop(further, None)
     as_json: dict[str, Any] = json.loads(json.dumps(fields))  # tuples become lists
     return {"type": type(event).__name__, **as_json}

@@ -39,6 +39,8 @@ class BlockStored:
         kv_cache_spec_sliding_window: Window in tokens of a sliding-window spec.
         cache_salt: The request's salt where the sender tells it in a field of its own, as SGLang
             and the format `router` do. `take_events` leaves it unset: vLLM has no such field.
+        group_block_size: In the format `router`, for a boundary inside a block, where `block_size`
+            is what the event covers: tokens per block of the group. `take_events` leaves it unset.
         announced_parent_block_hash: In the format `router`, where the block before the first one
             has no key or is gone, and `parent_block_hash` names an earlier one: that block. The
             tokens are those that follow it. `take_events` leaves it unset.
@@ -56,7 +58,12 @@ class BlockStored:
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     cache_salt: str | None = None
+    group_block_size: int | None = None
     announced_parent_block_hash: ExternalBlockHash | None = None
+
+
+FURTHER_FIELDS = ("cache_salt", "group_block_size", "announced_parent_block_hash")
+"""Fields of `BlockStored` that vLLM 0.25.1 does not have; only the format `router` writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,7 @@ class WireFormat(StrEnum):
     """An event is an array of its fields, for consumers from before June 2026."""
 
     ROUTER = "router"
-    """vLLM 0.25's maps, and the salt as a field of each store of a salted request."""
+    """vLLM 0.25's maps, and the `FURTHER_FIELDS`, such as the salt, where they say something."""
 
 
 @dataclass(frozen=True, slots=True)

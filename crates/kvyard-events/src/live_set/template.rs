@@ -14,6 +14,7 @@ pub(super) struct Template {
     /// Whether a body ends with extra keys.
     pub(super) has_extra_keys: bool,
     block_size: u32,
+    group_block_size: Option<u32>,
     lora_id: Option<i64>,
     lora_name: Option<Box<str>>,
     kind: Option<Box<str>>,
@@ -33,6 +34,7 @@ impl Template {
             num_tokens: if has_tokens { stored.block_size } else { 0 },
             has_extra_keys,
             block_size: stored.block_size,
+            group_block_size: stored.group_block_size,
             lora_id: stored.lora_id,
             lora_name: stored.lora_name.map(Box::from),
             kind: stored.kv_cache_spec_kind.map(Box::from),
@@ -45,6 +47,7 @@ impl Template {
     pub(super) fn fields(&self) -> BlockStored<'_> {
         BlockStored {
             block_size: self.block_size,
+            group_block_size: self.group_block_size,
             lora_id: self.lora_id,
             lora_name: self.lora_name.as_deref(),
             kv_cache_spec_kind: self.kind.as_deref(),
@@ -65,6 +68,7 @@ impl Template {
             && self.num_tokens == if has_tokens { stored.block_size } else { 0 }
             && self.has_extra_keys == has_extra_keys
             && self.block_size == stored.block_size
+            && self.group_block_size == stored.group_block_size
             && self.lora_id == stored.lora_id
             && self.lora_name.as_deref() == stored.lora_name
             && self.kind.as_deref() == stored.kv_cache_spec_kind

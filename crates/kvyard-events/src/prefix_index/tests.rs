@@ -404,3 +404,58 @@ fn orphans_do_not_pile_up() {
     assert_eq!(index.num_blocks(worker), 10);
     assert!(largest < 300_000, "{largest} bytes for 10 blocks");
 }
+
+/// Case C17: stores of boundaries inside a block do not change the group's block size, whether the
+/// sender says what they are or tells far less with them than with whole blocks.
+#[test]
+fn boundaries_inside_blocks_do_not_mislead() {
+    let block = GroupShape::new("full_attention", None, 8);
+    let tokens: Vec<u32> = (0..24).collect();
+    let asked =
+        |index: &PrefixIndex| matched(index, Prompt { token_ids: &tokens, ..Prompt::default() });
+    for is_told in [false, true] {
+        let mut index = PrefixIndex::new();
+        let worker = index.add_worker(RemovalEvent::LastCopy);
+        store(&mut index, worker, (0, block), (None, None), (None, &[1, 2], &tokens[..16]));
+        let (mut hash_room, mut token_room) = (Vec::new(), Vec::new());
+        let num_boundaries = if is_told { 100 } else { 7 };
+        for boundary in 0..num_boundaries {
+            let hash = [ExternalBlockHash::Integer(100 + boundary)];
+            send(
+                &mut index,
+                worker,
+                Event::BlockStored(BlockStored {
+                    block_hashes: BlockHashes::new(&hash, &mut hash_room),
+                    parent_block_hash: Some(ExternalBlockHash::Integer(2)),
+                    token_ids: TokenIds::new(&tokens[16..18], &mut token_room),
+                    block_size: 2,
+                    group_block_size: is_told.then_some(8),
+                    medium: Some("GPU"),
+                    group_idx: Some(0),
+                    kv_cache_spec_kind: Some("full_attention"),
+                    ..BlockStored::default()
+                }),
+            );
+        }
+        assert_eq!(asked(&index), [16]);
+        store(&mut index, worker, (0, block), (None, None), (Some(2), &[3], &tokens[16..]));
+        assert_eq!(asked(&index), [24]);
+    }
+}
+
+#[test]
+fn a_restarted_engine_may_have_larger_blocks() {
+    let tokens: Vec<u32> = (0..16).collect();
+    let whole =
+        |index: &PrefixIndex| matched(index, Prompt { token_ids: &tokens, ..Prompt::default() });
+    let (small, large) =
+        (GroupShape::new("full_attention", None, 2), GroupShape::new("full_attention", None, 8));
+    let mut index = PrefixIndex::new();
+    let worker = index.add_worker(RemovalEvent::LastCopy);
+    let hashes: Vec<u64> = (1..=8).collect();
+    store(&mut index, worker, (0, small), (None, None), (None, &hashes, &tokens));
+    assert_eq!(whole(&index), [16]);
+    send(&mut index, worker, Event::AllBlocksCleared);
+    store(&mut index, worker, (0, large), (None, None), (None, &[9], &tokens[..8]));
+    assert_eq!(whole(&index), [8]);
+}

@@ -47,9 +47,11 @@ struct Group {
     /// As events name it.
     index: Option<u32>,
     reach: Reach,
-    /// How many blocks of each size were stored, and the size of most.
-    sizes: Vec<(u32, u64)>,
+    /// Tokens per block; 0 before the first store.
     block_size: u32,
+    is_size_told: bool,
+    /// While it is not: how many tokens were stored in blocks of each size.
+    sizes: Vec<(u32, u64)>,
     entries: UniformMap<u64, Entry>,
     /// How many entries have this fingerprint.
     held: UniformMap<Fingerprint, u32>,
@@ -93,21 +95,30 @@ impl Group {
         Self {
             index,
             reach: Reach::Prefix,
-            sizes: Vec::new(),
             block_size: 0,
+            is_size_told: false,
+            sizes: Vec::new(),
             entries: UniformMap::default(),
             held: UniformMap::default(),
         }
     }
 
-    /// Boundaries inside a block are stored too (case C17): a group's block size is that of most.
-    fn count_size(&mut self, size: u32, blocks: usize) {
+    /// Boundaries inside a block are stored too (case C17). Who sends them says so, or else the size
+    /// in which most tokens came is the group's: that of boundaries is smaller.
+    fn learn_block_size(&mut self, stored: &BlockStored<'_>) {
+        if let Some(size) = stored.group_block_size {
+            (self.block_size, self.is_size_told) = (size, true);
+        }
+        if self.is_size_told {
+            return;
+        }
+        let size = stored.block_size;
         let at = self.sizes.iter().position(|(known, _)| *known == size).unwrap_or_else(|| {
             self.sizes.push((size, 0));
             self.sizes.len() - 1
         });
-        self.sizes[at].1 += blocks as u64;
-        let most = self.sizes.iter().max_by_key(|(_, blocks)| *blocks);
+        self.sizes[at].1 += stored.block_hashes.len() as u64 * u64::from(size);
+        let most = self.sizes.iter().max_by_key(|(_, tokens)| *tokens);
         self.block_size = most.map_or(0, |(size, _)| *size);
     }
 
@@ -150,6 +161,9 @@ impl Worker {
         for group in &mut self.groups {
             group.entries.clear();
             group.held.clear();
+            // Perhaps an engine started again, with other sizes; they stand until it tells new ones.
+            group.sizes.clear();
+            group.is_size_told = false;
         }
         self.waiting.clear();
         (self.num_waiting, self.num_unplaced) = (0, 0);
@@ -189,7 +203,7 @@ impl Worker {
         if stored.block_size == 0 {
             return;
         }
-        self.groups[group].count_size(stored.block_size, num_hashes);
+        self.groups[group].learn_block_size(stored);
         if stored.token_ids.len() == num_hashes * stored.block_size as usize {
             self.store_blocks(group, stored);
         } else {
@@ -324,6 +338,11 @@ impl Worker {
     }
 
     // --------------------------------------------------------------------------------- the question
+
+    /// The block sizes of its groups.
+    pub(super) fn block_sizes(&self) -> impl Iterator<Item = u32> {
+        self.groups.iter().map(|group| group.block_size).filter(|size| *size > 0)
+    }
 
     /// The longest prefix on which all groups agree. `found` are the prompt's fingerprints, one each
     /// `step` tokens.
