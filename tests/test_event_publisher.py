@@ -405,3 +405,85 @@ def test_the_rank_is_filled_in() -> None:
         publisher.publish(batch_of(1))
         publisher.publish(KVEventBatch(1.5, [], 5))
     assert [batch[-1] for _, batch in transport.sent] == [3, 5]
+
+
+def test_the_reset_takes_no_place_of_a_batch() -> None:
+    transport = Recorder()
+    transport.open.clear()
+    publisher = EventPublisher(transport, max_queue_size=1)
+    publisher.publish(batch_of(1))
+    assert publisher.num_dropped == 0
+    transport.open.set()
+    publisher.close()
+    assert events_of(transport.sent[0][1]) == [CLEARED]
+    assert number_of(transport.sent[1][1]) == 1
+
+
+# ---------------------------------------------------------------- what is no batch, or is one
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_whatever_holds_bytes_is_a_batch(kind: type[bytes]) -> None:
+    transport = Recorder()
+    with EventPublisher(transport, start_sequence=0, live_set=True) as publisher:
+        publisher.publish(kind(payload(stored([1]))))
+        assert publisher.dump().next_sequence == 1
+    [(_, sent)] = transport.sent
+    assert type(sent) is bytes
+    assert sent == payload(stored([1]))
+    assert events_of(sent) == [stored([1])]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        KVEventBatch("soon", []),  # type: ignore[arg-type]
+        KVEventBatch(1.0, None),  # type: ignore[arg-type]
+        KVEventBatch(1.0, [3]),  # type: ignore[list-item]
+        KVEventBatch(1.0, [], "first"),  # type: ignore[arg-type]
+        KVEventBatch(1.0, [], -1),
+        [],
+        "batch",
+        b"",
+        bytearray(b"\xc0"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_batch_uses_no_number(batch: Any) -> None:
+    with EventPublisher(transport := Recorder(), start_sequence=0) as publisher:
+        with pytest.raises(kvyard.InvalidArgumentError):
+            publisher.publish(batch)
+        assert publisher.next_sequence == 0
+    assert transport.sent == []
+
+
+# ------------------------------------------------------------------------- a transport that hangs
+
+
+def test_a_transport_that_hangs_holds_no_call_up() -> None:
+    """The live set lags behind by what may wait, and each `publish` takes in a few batches."""
+    applied: list[int] = []
+    most = 0
+
+    class CountingSet:
+        def __len__(self) -> int:
+            return 0
+
+        def apply(self, batch: bytes) -> None:
+            applied.append(number_of(batch))
+
+    live_set: Any = CountingSet()
+    transport = Recorder()
+    transport.open.clear()
+    publisher = EventPublisher(transport, start_sequence=0, max_queue_size=50, live_set=live_set)
+    publisher.publish(batch_of(0))
+    assert transport.entered.wait(20)
+    for i in range(1, 1000):
+        before = len(applied)
+        publisher.publish(batch_of(i))
+        most = max(most, len(applied) - before)
+    assert most <= 4
+    assert 1000 - len(applied) <= 51
+    assert applied == list(range(len(applied)))
+    transport.open.set()
+    publisher.close()

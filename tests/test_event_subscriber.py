@@ -15,6 +15,7 @@ from kvyard.events import (
     BatchSource,
     EventPublisher,
     EventSubscription,
+    KVEventBatch,
     ReceivedBatch,
     ZmqPublisher,
     subscribe,
@@ -565,3 +566,75 @@ def test_a_dump_while_the_pool_goes_on_fits_the_stream() -> None:
         for thread in threads:
             thread.join(60)
         assert all(consumer.content == engine.content() for consumer in consumers)
+
+
+# ------------------------------------------------------------------------------------ completeness
+
+
+def test_a_late_consumer_is_told_that_it_knows_a_part() -> None:
+    with following(Engine025(), replay=False) as (engine, subscription):
+        engine.send(7, block(7))
+        assert len(take(subscription, 1)) == 1
+        assert not subscription.is_complete
+        engine.send(8, payload(CLEARED, stored([8])))
+        assert len(take(subscription, 1)) == 1
+        assert subscription.is_complete
+        engine.send(10, block(10))
+        assert told(take(subscription, 1)) == [(10, LIVE, 1)]
+        assert not subscription.is_complete
+
+
+@pytest.mark.parametrize(("first", "is_complete"), [(0, True), (10, False)])
+def test_what_a_ring_has_may_be_all_or_a_part(first: int, is_complete: bool) -> None:
+    engine = Engine025()
+    for i in range(first, first + 3):
+        engine.send(i, block(i))
+    with following(engine) as (_, subscription):
+        assert not subscription.is_complete
+        assert len(take(subscription, 3)) == 3
+        assert subscription.is_complete == is_complete
+
+
+def test_a_batch_that_cannot_be_read_may_have_said_anything() -> None:
+    with following(Engine025(), replay=False) as (engine, subscription):
+        engine.send(0, block(0))
+        assert len(take(subscription, 1)) == 1
+        assert subscription.is_complete
+        engine.send(1, b"\xc1")
+        engine.send(2, block(2))
+        assert len(take(subscription, 1)) == 1
+        assert not subscription.is_complete
+
+
+@pytest.mark.parametrize("live_set", [False, True])
+def test_the_state_makes_a_late_consumer_complete(live_set: bool) -> None:
+    endpoint, replay = fresh_inproc(), fresh_inproc()
+    with ZmqPublisher(endpoint, replay, live_set=live_set, buffer_steps=2) as publisher:
+        for i in range(1, 6):
+            publisher.publish(batch_of(i))
+        with subscribe(endpoint, replay_endpoint=replay) as subscription:
+            assert subscription.receive(20) is not None
+            assert subscription.is_complete == live_set
+
+
+def test_a_consumer_of_the_predecessor_sees_the_reset_without_replay(tmp_path: Path) -> None:
+    """ZMQ connects again a tenth of a second after the restart; the first batch waits for that."""
+    endpoint = f"ipc://{tmp_path}/e"
+    publisher = ZmqPublisher(endpoint)
+    with subscribe(endpoint) as subscription:
+        publisher.publish(batch_of(1))
+        assert len(received_batches(subscription, 2)) == 2
+        publisher.close()
+        with ZmqPublisher(endpoint) as publisher:
+            publisher.publish(batch_of(2))  # at once
+            cleared, stored_again = received_batches(subscription, 2)
+        assert [type(event).__name__ for event in cleared.events] == ["AllBlocksCleared"]
+        assert stored_again.events == batch_of(2).events
+        assert subscription.is_complete
+        assert (subscription.num_restarts, subscription.num_lost) == (1, 0)
+
+
+def received_batches(subscription: EventSubscription, count: int) -> list[KVEventBatch]:
+    """The next batches."""
+    received = [subscription.receive(20) for _ in range(count)]
+    return [item.batch for item in received if item is not None]

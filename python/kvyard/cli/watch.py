@@ -30,6 +30,7 @@ _SECONDS_BETWEEN_TABLES = 5.0
 _SECONDS_OF_QUIET = 0.5
 _MOST_SECONDS_ONCE = 5.0
 _NOTHING_RECEIVED = 1
+_REPLAY_HINT = " (--replay ENDPOINT shows what was said before)"
 
 _GROUP_COLUMNS = (
     *("group", "kind", "block", "live", "peak"),
@@ -68,10 +69,13 @@ class Watcher:
         """The stream in one line."""
         stream = self.subscription
         at = "-" if self.sequence is None else str(self.sequence)
+        warning = ""
+        if stream.num_received > 0 and not stream.is_complete:
+            warning = "; INCOMPLETE: blocks that nobody told us of may be live"
         return (
             f"{self._endpoint}: {stream.num_received:,} batches, at number {at}; {stream.num_gaps}"
             f" gaps, {stream.num_replayed} replayed, {stream.num_dumps} dumps, {stream.num_lost}"
-            f" lost; {stream.num_restarts} restarts, {stream.num_malformed} malformed"
+            f" lost; {stream.num_restarts} restarts, {stream.num_malformed} malformed{warning}"
         )
 
     def group_rows(self) -> list[tuple[str, ...]]:
@@ -140,6 +144,7 @@ class Watcher:
         return {
             "endpoint": self._endpoint,
             "sequence": self.sequence,
+            "is_complete": stream.is_complete,
             **counts,
             "groups": groups,
         }
@@ -185,12 +190,18 @@ def run(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print(file=sys.stderr)
         print(watcher.text())
+        if subscription.num_failed_requests > 0:
+            print(
+                f"kvyard: {options.replay} did not answer {subscription.num_failed_requests} of our"
+                " requests; does the engine replay there?",
+                file=sys.stderr,
+            )
         if options.json:
             report.write_json(options.json, watcher.report())
         if subscription.num_received == 0:
             print(
                 "kvyard: no batch came; are the endpoint and the topic right, and has the engine"
-                " something to say? (--replay shows what was said before)",
+                " something to say?" + ("" if options.replay else _REPLAY_HINT),
                 file=sys.stderr,
             )
             return _NOTHING_RECEIVED
@@ -198,7 +209,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.seconds is not None and options.seconds <= 0:
+    # Written so that "nan" is refused too.
+    if options.seconds is not None and not options.seconds > 0:
         raise CommandError(f"--seconds: {options.seconds:g} is no time to watch")
     if options.num_blocks is not None and options.num_blocks < 1:
         raise CommandError(f"--num-blocks: {options.num_blocks} is no size of a pool")

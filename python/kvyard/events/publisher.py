@@ -14,6 +14,7 @@ leaves none.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -36,6 +37,8 @@ SEQUENCE_LIMIT = (1 << 64) - 2
 """Numbers stay below: eight bytes of 0xff are the end marker of a replay."""
 
 _SECONDS_TO_CLOSE = 1.0
+_SECONDS_TO_CONNECT = 0.3
+_BATCHES_AT_A_TIME = 4
 _ARRAY_OF_THREE = b"\x93"
 
 StartSequence: TypeAlias = int | Literal["clock"] | None
@@ -76,11 +79,11 @@ class _LiveState:
         self._next_sequence = next_sequence
         self._lock = threading.Lock()
 
-    def catch_up(self, *, wait: bool) -> None:
-        """Apply what waits; without `wait`, only if nobody else is at it."""
-        if self._lock.acquire(blocking=wait):
+    def catch_up(self, most: int | None = None) -> None:
+        """Apply what waits, or so many batches of it, unless somebody else is at it."""
+        if self._lock.acquire(blocking=False):
             try:
-                self._apply_waiting()
+                self._apply_waiting(most)
             finally:
                 self._lock.release()
 
@@ -94,8 +97,11 @@ class _LiveState:
             batches = self._live_set.dump(now, data_parallel_rank, wire_format)
             return EventDump([cleared, *batches], self._next_sequence)
 
-    def _apply_waiting(self) -> None:
-        while self.waiting:
+    def _apply_waiting(self, most: int | None = None) -> None:
+        left = itertools.count() if most is None else range(most)
+        for _ in left:
+            if not self.waiting:
+                return
             sequence, payload = self.waiting.popleft()
             try:
                 self._live_set.apply(payload)
@@ -171,7 +177,7 @@ class EventPublisher:
         self._thread = threading.Thread(target=self._run, name="kvyard-events", daemon=True)
         self._thread.start()
 
-    def publish(self, batch: bytes | KVEventBatch | None) -> None:
+    def publish(self, batch: bytes | bytearray | memoryview | KVEventBatch | None) -> None:
         """Number a batch and queue it; returns at once, whatever consumers do.
 
         Args:
@@ -186,18 +192,24 @@ class EventPublisher:
             raise _closed_error()
         if batch is None:
             return
-        payload = _checked(batch) if isinstance(batch, bytes) else self._encode(batch)
+        if isinstance(batch, bytes | bytearray | memoryview):
+            payload = _checked(bytes(batch))
+        else:
+            payload = self._encode(batch)
         with self._changed:
             if self._closed:
                 raise _closed_error()
+            room = self._max_queue_size
             if self._cleared_first:
                 self._cleared_first = False
-                self._append(self._encode(KVEventBatch(time.time(), [AllBlocksCleared()])))
-            self._append(payload)
+                room += 1  # it comes besides the batch, not in its place
+                self._append(self._encode(KVEventBatch(time.time(), [AllBlocksCleared()])), room)
+            self._append(payload, room)
             self._changed.notify()
-        # The thread keeps the live set up to date; if it cannot keep up, the work is done here.
+        # The thread keeps the live set up to date. If the transport holds it up, the work is done
+        # here, a little at a time, but more than comes in.
         if self._live is not None and len(self._live.waiting) > self._max_queue_size:
-            self._live.catch_up(wait=False)
+            self._live.catch_up(_BATCHES_AT_A_TIME)
 
     def dump(self) -> EventDump:
         """The pool's content, and the number from which the stream continues it.
@@ -296,16 +308,19 @@ class EventPublisher:
             )
         rank = batch.data_parallel_rank
         rank = self.data_parallel_rank if rank is None else rank
-        return encode_batch(batch.events, batch.ts, rank, self.wire_format)
+        try:
+            return encode_batch(batch.events, batch.ts, rank, self.wire_format)
+        except TypeError as error:
+            raise InvalidArgumentError(f"batch: {error}") from error
 
-    def _append(self, payload: bytes) -> None:
-        """Number a payload; the caller holds the lock."""
+    def _append(self, payload: bytes, room: int) -> None:
+        """Number a payload, and queue it if fewer than `room` wait; the caller holds the lock."""
         entry = (self._next_sequence, payload)
         self._next_sequence += 1
         self._ring.append(entry)
         if self._live is not None:
             self._live.waiting.append(entry)
-        if len(self._queue) < self._max_queue_size:
+        if len(self._queue) < room:
             self._queue.append(entry)
         else:
             self._num_dropped += 1
@@ -319,7 +334,7 @@ class EventPublisher:
                 self._num_failed += 1
                 logger.exception("batch %d could not be sent", entry[0])
             if self._live is not None:
-                self._live.catch_up(wait=False)
+                self._live.catch_up()
         try:
             self._transport.close()
         except Exception:
@@ -368,7 +383,8 @@ class ZmqPublisher(EventPublisher):
             max_queue_size: Batches that may wait for the sending thread.
             wire_format: How event objects are written, and whether replies of the replay socket
                 have the topic: `router` and `vllm_0_33` have it, `vllm_0_25` and `array` not.
-            start_sequence: As for `EventPublisher`.
+            start_sequence: As for `EventPublisher`. Unless it is 0, the first batch goes out 0.3 s
+                after the start at the earliest, so that consumers of a predecessor are there.
             live_set: As for `EventPublisher`.
 
         Raises:
@@ -384,7 +400,15 @@ class ZmqPublisher(EventPublisher):
         endpoint = endpoint_for_rank(endpoint, data_parallel_rank)
         if replay_endpoint is not None:
             replay_endpoint = endpoint_for_rank(replay_endpoint, data_parallel_rank)
-        transport = ZmqTransport(context, endpoint, topic=topic, hwm=hwm)
+        start_sequence = _first_sequence(start_sequence, _wire_format(wire_format))
+        transport = ZmqTransport(
+            context,
+            endpoint,
+            topic=topic,
+            hwm=hwm,
+            # Whoever knew the predecessor must not miss the `AllBlocksCleared`.
+            seconds_to_connect=0.0 if start_sequence == 0 else _SECONDS_TO_CONNECT,
+        )
         self._endpoint = transport.endpoint
         self._replay_server: ReplayServer | None = None
         try:

@@ -8,7 +8,8 @@ One subscription follows one publisher: vLLM's, SGLang's or ours::
 
 A consumer that applies what it receives, in order, holds what the publisher's pool holds: after a
 restart, and before a dump, an `AllBlocksCleared` comes first. Where that is impossible, since
-nobody has the lost batches any more, `num_lost` says so.
+nobody has the lost batches any more, `num_lost` says so, and `is_complete` is False until the next
+state or reset. It is False too for who came late to a publisher that cannot tell what was before.
 """
 
 from __future__ import annotations
@@ -83,6 +84,9 @@ class EventSubscription:
     No thread stands behind it: messages wait in the socket until `receive` or the iteration asks.
 
     Attributes:
+        is_complete: Whether whoever applied all that was delivered so far holds all that the pool
+            held then: the stream was followed from its first batch, a reset, or a dump on, and
+            nothing was lost since.
         num_received: Batches delivered.
         num_gaps: Times that numbers were missing.
         num_replayed: Batches that came from the publisher's ring.
@@ -114,6 +118,7 @@ class EventSubscription:
 
         from kvyard.events.replay_client import ReplayClient
 
+        self.is_complete = False
         self.num_received = self.num_gaps = self.num_replayed = self.num_dumps = 0
         self.num_lost = self.num_restarts = self.num_duplicates = self.num_malformed = 0
         self._waiting: deque[_Waiting] = deque()
@@ -306,7 +311,12 @@ class EventSubscription:
             batch = decode_batch(waiting.payload)
         except EventDecodeError:
             self.num_malformed += 1
+            self.is_complete = False
             return None
+        if waiting.sequence == 0 or _begins_with_cleared(batch):
+            self.is_complete = True
+        elif waiting.num_lost > 0:
+            self.is_complete = False
         if waiting.source in (BatchSource.REPLAY, BatchSource.DUMP):
             self._recovered_until = max(self._recovered_until, batch.ts)
         self.num_received += 1
@@ -356,7 +366,10 @@ def subscribe(
 def _is_cleared_first(payload: bytes) -> bool:
     """Whether a batch makes what came before it irrelevant."""
     try:
-        events = decode_batch(payload).events
+        return _begins_with_cleared(decode_batch(payload))
     except EventDecodeError:
         return False
-    return bool(events) and isinstance(events[0], AllBlocksCleared)
+
+
+def _begins_with_cleared(batch: KVEventBatch) -> bool:
+    return bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)

@@ -60,7 +60,13 @@ class ZmqTransport:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, topic: str, hwm: int
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        topic: str,
+        hwm: int,
+        seconds_to_connect: float = 0.0,
     ) -> None:
         """Open the socket.
 
@@ -69,6 +75,9 @@ class ZmqTransport:
             endpoint: Bound or connected to by vLLM's rule (see `is_bound`).
             topic: First frame of each message.
             hwm: Messages kept for one slow consumer before ZMQ drops.
+            seconds_to_connect: How long after the start the first message goes out at the
+                earliest. A PUB socket drops what comes before a consumer has connected, and ZMQ
+                connects again to a restarted publisher after a tenth of a second.
 
         Raises:
             EndpointError: The endpoint is in use or malformed.
@@ -83,9 +92,13 @@ class ZmqTransport:
             self._socket.close(0)
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._send_from: float | None = time.monotonic() + seconds_to_connect
 
     def send(self, sequence: int, payload: bytes) -> None:
         """Send one batch; a PUB socket drops it for consumers that are too slow."""
+        if self._send_from is not None:
+            time.sleep(max(0.0, self._send_from - time.monotonic()))
+            self._send_from = None
         number = sequence.to_bytes(NUMBER_BYTES, "big")
         self._socket.send_multipart((self._topic, number, payload))
 
