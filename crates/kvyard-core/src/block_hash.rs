@@ -24,10 +24,8 @@ impl BlockHash {
     /// (its `maybe_convert_block_hash`, `v1/core/kv_cache_utils.py`).
     #[inline]
     pub fn external(&self, width: usize) -> u64 {
-        let mut low = [0; 8];
-        let start = width.saturating_sub(8);
-        low[8 - (width - start)..].copy_from_slice(&self.0[start..width]);
-        u64::from_be_bytes(low)
+        let at: [u8; 8] = std::array::from_fn(|byte| self.0[width.saturating_sub(8) + byte]);
+        u64::from_be_bytes(at) >> (64 - 8 * width.clamp(1, 8))
     }
 }
 

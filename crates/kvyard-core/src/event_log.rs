@@ -87,10 +87,10 @@ pub enum KVCacheEvent<'a> {
         /// One for each stored block, in order.
         block_hashes: &'a [BlockHash],
         /// The prefix that the first of them continues.
-        parent_block_hash: Option<BlockHash>,
+        parent_block_hash: Option<&'a BlockHash>,
         /// What the first of them really follows, where the parent is only the nearest ancestor that
         /// is cached: tokens between the two are not told.
-        predecessor_block_hash: Option<BlockHash>,
+        predecessor_block_hash: Option<&'a BlockHash>,
         /// Tokens of the announced span.
         token_ids: &'a [u32],
         /// Tokens per block; of a boundary inside a block, the tokens that the event covers.
@@ -261,10 +261,10 @@ impl EventLog {
                 Kind::Removed => KVCacheEvent::BlockRemoved { block_hashes, group: record.group },
                 Kind::Stored => KVCacheEvent::BlockStored {
                     block_hashes,
-                    parent_block_hash: record.parent,
+                    parent_block_hash: record.parent.as_ref(),
                     predecessor_block_hash: (record.predecessor as usize)
                         .checked_sub(1)
-                        .map(|at| self.predecessors[at]),
+                        .map(|at| &self.predecessors[at]),
                     token_ids: &self.tokens[tokens..record.tokens_end],
                     block_size: record.block_size,
                     group_block_size: Some(record.group_block_size).filter(|size| *size > 0),

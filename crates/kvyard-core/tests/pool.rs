@@ -415,7 +415,7 @@ fn corrected_each_run_is_told_with_its_own_tokens() {
         .collect();
     let hashes = request.block_hashes();
     // The parent is the nearest ancestor that was announced.
-    assert_eq!(told, [(2, None, 0, 8), (1, Some(hashes[1]), 12, 4), (1, Some(hashes[3]), 20, 4)]);
+    assert_eq!(told, [(2, None, 0, 8), (1, Some(&hashes[1]), 12, 4), (1, Some(&hashes[3]), 20, 4)]);
 }
 
 #[test]
@@ -443,7 +443,7 @@ fn a_partial_entry_is_told_with_its_last_hash_block() {
         panic!("{event:?}");
     };
     let hashes = request.block_hashes();
-    assert_eq!((block_hashes, parent_block_hash), (&hashes[1..2], Some(hashes[0])));
+    assert_eq!((block_hashes, parent_block_hash), (&hashes[1..2], Some(&hashes[0])));
     assert_eq!((token_ids, block_size), (&[4, 5, 6, 7][..], 4));
 }
 
@@ -461,7 +461,7 @@ fn corrected_a_partial_entry_continues_what_was_announced() {
         panic!("{event:?}");
     };
     // Tokens 12 to 19 after the full block; hash 3 (tokens 12 to 15) was never announced.
-    assert_eq!(parent_block_hash, Some(request.block_hashes()[2]));
+    assert_eq!(parent_block_hash, Some(&request.block_hashes()[2]));
     assert_eq!((token_ids.first(), token_ids.len(), block_size), (Some(&12), 8, 8));
 }
 

@@ -254,7 +254,9 @@ pub struct BatchEncoder {
 /// A removal of a hash of nine bytes, which nearly all have as a number, and where they are.
 #[derive(Debug)]
 struct Removal {
-    bytes: Vec<u8>,
+    /// Longer than any: to copy a length that is known takes no call.
+    bytes: [u8; 72],
+    length: usize,
     hash_at: usize,
 }
 
@@ -315,7 +317,9 @@ impl BatchEncoder {
             && bits > u64::from(u32::MAX)
         {
             let at = out.len() + removal.hash_at;
+            let end = out.len() + removal.length;
             out.extend_from_slice(&removal.bytes);
+            out.truncate(end);
             out[at..at + 8].copy_from_slice(&bits.to_be_bytes());
             return;
         }
@@ -327,8 +331,8 @@ impl BatchEncoder {
     fn stored(&self, out: &mut Vec<u8>, event: &KVCacheEvent<'_>) {
         let KVCacheEvent::BlockStored {
             block_hashes,
-            ref parent_block_hash,
-            ref predecessor_block_hash,
+            parent_block_hash,
+            predecessor_block_hash,
             token_ids,
             block_size,
             group_block_size,
@@ -342,7 +346,7 @@ impl BatchEncoder {
         };
         let description = self.groups.get(group.index());
         let fields = BlockStored {
-            parent_block_hash: parent_block_hash.as_ref().map(|hash| self.external(hash)),
+            parent_block_hash: parent_block_hash.map(|hash| self.external(hash)),
             block_size,
             lora_id: adapter.map(|adapter| adapter.id),
             medium: Some(MEDIUM),
@@ -353,9 +357,7 @@ impl BatchEncoder {
             cache_salt,
             group_block_size,
             // What lies between the parent and the first block is not told: say what it follows.
-            announced_parent_block_hash: predecessor_block_hash
-                .as_ref()
-                .map(|hash| self.external(hash)),
+            announced_parent_block_hash: predecessor_block_hash.map(|hash| self.external(hash)),
             ..BlockStored::default()
         };
         // An event without hashes has no entries, which is the field's default.
@@ -394,12 +396,14 @@ impl BatchEncoder {
 
 impl Removal {
     fn new(format: WireFormat, group: u32) -> Self {
-        let mut bytes = Vec::new();
-        write_removed_head(&mut bytes, format, true, 1);
-        write_unsigned(&mut bytes, u64::MAX);
-        let hash_at = bytes.len() - 8;
-        write_removed_tail(&mut bytes, format, Some(MEDIUM), Some(group));
-        Self { bytes, hash_at }
+        let mut written = Vec::new();
+        write_removed_head(&mut written, format, true, 1);
+        write_unsigned(&mut written, u64::MAX);
+        let hash_at = written.len() - 8;
+        write_removed_tail(&mut written, format, Some(MEDIUM), Some(group));
+        let mut bytes = [0; 72];
+        bytes[..written.len()].copy_from_slice(&written);
+        Self { bytes, length: written.len(), hash_at }
     }
 }
 

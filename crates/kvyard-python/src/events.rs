@@ -109,7 +109,7 @@ impl<'py> Reader<'_, 'py> {
                 let kind = self.kinds.get(group.index());
                 let arguments = (
                     self.hashes(block_hashes)?,
-                    parent_block_hash.map(|hash| self.hash(&hash)).transpose()?,
+                    parent_block_hash.map(|hash| self.hash(hash)).transpose()?,
                     PyList::new(py, token_ids)?,
                     block_size,
                     adapter.map(|adapter| adapter.id),

@@ -281,7 +281,7 @@ impl Replay {
             } => json!({
                 "type": "BlockStored",
                 "block_hashes": block_hashes.iter().map(external).collect::<Vec<_>>(),
-                "parent_block_hash": parent_block_hash.as_ref().map(external),
+                "parent_block_hash": parent_block_hash.map(external),
                 "token_ids": token_ids,
                 "block_size": block_size,
                 "lora_id": adapter.map(|adapter| adapter.id),

@@ -383,7 +383,7 @@ impl From<KVCacheEvent<'_>> for Event {
             } => Self::Stored {
                 group: group.0,
                 hashes: block_hashes.to_vec(),
-                parent: parent_block_hash,
+                parent: parent_block_hash.copied(),
                 tokens: token_ids.to_vec(),
                 block_size,
             },

@@ -406,7 +406,7 @@ fn told(event: &KVCacheEvent<'_>) -> Event {
             ..
         } => Event::Stored {
             hashes: block_hashes.to_vec(),
-            parent: *parent_block_hash,
+            parent: parent_block_hash.copied(),
             tokens: token_ids.to_vec(),
             block_size: *block_size,
             group: *group,
