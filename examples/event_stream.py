@@ -62,7 +62,7 @@ def follow(index: PrefixIndex, name: str, subscription: EventSubscription) -> No
     """Take in all that an engine has published."""
     subscription.catch_up()
     while (received := subscription.receive(timeout=0.1)) is not None:
-        index.apply(name, received.batch)
+        index.apply(name, received.payload)
 
 
 with ExitStack() as stack:

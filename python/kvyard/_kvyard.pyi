@@ -29,6 +29,7 @@ __all__ = [
     "decode_batch",
     "encode_batch",
     "hash_block_tokens",
+    "inspect_batch",
 ]
 
 class _Request(Protocol):
@@ -170,6 +171,17 @@ def decode_batch(payload: bytes | bytearray | memoryview) -> KVEventBatch:
     Events may be maps or arrays, hashes ints of either sign (answered as the unsigned int of the
     same bits) or bytes. Unknown fields are left out, and so are events of unknown types and of
     blocks on another machine (vLLM 0.33's `locality`).
+
+    Raises:
+        EventDecodeError: It is no batch of events.
+    """
+
+def inspect_batch(payload: bytes | bytearray | memoryview) -> tuple[float, bool]:
+    """What following a stream takes, without making objects.
+
+    Returns:
+        The batch's time in seconds since the epoch, and whether its first event, of those that
+        `decode_batch` would answer or leave out, is an `AllBlocksCleared`.
 
     Raises:
         EventDecodeError: It is no batch of events.

@@ -424,6 +424,14 @@ pub(crate) fn decode_batch(py: Python<'_>, payload: Payload<'_>) -> PyResult<Py<
     classes.batch.call1(py, (batch.timestamp, events, batch.data_parallel_rank))
 }
 
+/// The time of a batch, and whether its first event is `AllBlocksCleared`: what following a stream
+/// takes, without objects.
+#[pyfunction]
+pub(crate) fn inspect_batch(payload: Payload<'_>) -> PyResult<(f64, bool)> {
+    let batch = read_batch(payload.as_bytes()).map_err(|error| decode_error(&error))?;
+    Ok((batch.timestamp, matches!(batch.events.first(), Some(Event::AllBlocksCleared))))
+}
+
 fn stored_object(
     py: Python<'_>,
     classes: &EventClasses,

@@ -30,7 +30,7 @@ mod _kvyard {
     #[pymodule_export]
     use crate::blocks::{KVCacheBlock, KVCacheBlocks};
     #[pymodule_export]
-    use crate::event_batch::{decode_batch, encode_batch};
+    use crate::event_batch::{decode_batch, encode_batch, inspect_batch};
     #[pymodule_export]
     use crate::hashing::{BlockHasher, HashFunction, hash_block_tokens};
     #[pymodule_export]

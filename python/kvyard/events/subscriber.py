@@ -4,7 +4,7 @@ One subscription follows one publisher: vLLM's, SGLang's or ours::
 
     with subscribe("tcp://engine:5557", replay_endpoint="tcp://engine:5558") as subscription:
         for received in subscription:
-            index.apply("engine", received.batch)
+            index.apply("engine", received.payload)  # or look at received.batch
 
 A consumer that applies what it receives, in order, holds what the publisher's pool holds: after a
 restart, and before a dump, an `AllBlocksCleared` comes first. Where that is impossible, since
@@ -15,22 +15,24 @@ state or reset. It is False too for who came late to a publisher that cannot tel
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from kvyard._kvyard import decode_batch, encode_batch
+from kvyard._kvyard import decode_batch, encode_batch, inspect_batch
 from kvyard.errors import ConfigError, EventDecodeError
 from kvyard.events.endpoints import connect, zmq_context
-from kvyard.events.types import AllBlocksCleared, KVEventBatch
+from kvyard.events.types import AllBlocksCleared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
     from kvyard.events.replay_client import ReplayClient
+    from kvyard.events.types import KVEventBatch
 
 # How soon a receiving thread notices that another one has closed the subscription.
 _SECONDS_BETWEEN_LOOKS = 0.1
@@ -51,23 +53,26 @@ class BatchSource(enum.StrEnum):
     """Made here: an `AllBlocksCleared`, since the publisher began anew."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReceivedBatch:
     """One batch of a subscription.
 
     Attributes:
         sequence: Its number. Batches of a dump have the number at which the stream goes on.
-        batch: Its events.
-        payload: Its bytes as received.
+        payload: Its bytes as received: what `PrefixIndex` and `LiveSet` take.
         source: How it came.
         num_lost: Batches before it that nobody has any more; what they said is not known.
     """
 
     sequence: int
-    batch: KVEventBatch
     payload: bytes
     source: BatchSource = BatchSource.LIVE
     num_lost: int = 0
+
+    @functools.cached_property
+    def batch(self) -> KVEventBatch:
+        """Its events as objects, made when they are asked for first."""
+        return decode_batch(self.payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +171,7 @@ class EventSubscription:
                 self.catch_up()
             while not self._closed:
                 while self._waiting:
-                    received = self._decode(self._waiting.popleft())
+                    received = self._checked(self._waiting.popleft())
                     if received is not None:
                         return received
                 wait = min(deadline - time.monotonic(), _SECONDS_BETWEEN_LOOKS)
@@ -260,9 +265,10 @@ class EventSubscription:
         if sequence <= self._last_live:
             return True
         try:
-            return decode_batch(payload).ts > self._recovered_until
+            ts, _ = inspect_batch(payload)
         except EventDecodeError:
             return False
+        return ts > self._recovered_until
 
     def _recover(self, client: ReplayClient, before: int) -> None:
         """Get the batches from `_next` up to `before`, or the state, or what there is."""
@@ -306,23 +312,21 @@ class EventSubscription:
         self._waiting.append(_Waiting(sequence, payload, source, num_lost))
         self._next = sequence + 1
 
-    def _decode(self, waiting: _Waiting) -> ReceivedBatch | None:
+    def _checked(self, waiting: _Waiting) -> ReceivedBatch | None:
         try:
-            batch = decode_batch(waiting.payload)
+            ts, begins_with_cleared = inspect_batch(waiting.payload)
         except EventDecodeError:
             self.num_malformed += 1
             self.is_complete = False
             return None
-        if waiting.sequence == 0 or _begins_with_cleared(batch):
+        if waiting.sequence == 0 or begins_with_cleared:
             self.is_complete = True
         elif waiting.num_lost > 0:
             self.is_complete = False
         if waiting.source in (BatchSource.REPLAY, BatchSource.DUMP):
-            self._recovered_until = max(self._recovered_until, batch.ts)
+            self._recovered_until = max(self._recovered_until, ts)
         self.num_received += 1
-        return ReceivedBatch(
-            waiting.sequence, batch, waiting.payload, waiting.source, waiting.num_lost
-        )
+        return ReceivedBatch(waiting.sequence, waiting.payload, waiting.source, waiting.num_lost)
 
 
 def subscribe(
@@ -366,10 +370,7 @@ def subscribe(
 def _is_cleared_first(payload: bytes) -> bool:
     """Whether a batch makes what came before it irrelevant."""
     try:
-        return _begins_with_cleared(decode_batch(payload))
+        _, begins_with_cleared = inspect_batch(payload)
     except EventDecodeError:
         return False
-
-
-def _begins_with_cleared(batch: KVEventBatch) -> bool:
-    return bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
+    return begins_with_cleared
