@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import kvyard
+import pytest
 from kvyard.events.types import FURTHER_FIELDS
 
 if TYPE_CHECKING:
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
 
 CORRECTED = kvyard.Semantics.corrected()
 VLLM = kvyard.Semantics.vllm_0_25_1()
+
+both = pytest.mark.parametrize("semantics", [CORRECTED, VLLM], ids=["corrected", "vllm"])
+"""Runs a test under the two semantics, which agree."""
+
+
+def per_semantics(right: object, v251: object) -> pytest.MarkDecorator:
+    """A parametrization over the two semantics with the value that each must give."""
+    return pytest.mark.parametrize(
+        ("semantics", "expected"), [(CORRECTED, right), (VLLM, v251)], ids=["corrected", "vllm"]
+    )
+
 
 ATTENTION: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": "bfloat16"}
 
@@ -84,9 +96,33 @@ class Media:
     mm_position: Placeholder
 
 
-def full(block_size: int) -> kvyard.FullAttentionSpec:
-    """A full-attention spec."""
-    return kvyard.FullAttentionSpec(block_size=block_size, **ATTENTION)
+def full(block_size: int, num_kv_heads: int = 2) -> kvyard.FullAttentionSpec:
+    """A full-attention spec; another number of heads makes it another spec."""
+    shape = {**ATTENTION, "num_kv_heads": num_kv_heads}
+    return kvyard.FullAttentionSpec(block_size=block_size, **shape)
+
+
+def sliding_window(block_size: int, window: int) -> kvyard.SlidingWindowSpec:
+    """A sliding-window spec; the window is in tokens."""
+    return kvyard.SlidingWindowSpec(block_size=block_size, sliding_window=window, **ATTENTION)
+
+
+def chunked_local(block_size: int, chunk: int) -> kvyard.ChunkedLocalAttentionSpec:
+    """A chunked-local spec; the chunk is in tokens."""
+    return kvyard.ChunkedLocalAttentionSpec(
+        block_size=block_size, attention_chunk_size=chunk, **ATTENTION
+    )
+
+
+def mamba(block_size: int, mode: str = "align", drafts: int = 0) -> kvyard.MambaSpec:
+    """A spec of recurrent states, with blocks for so many drafts."""
+    return kvyard.MambaSpec(
+        block_size=block_size,
+        shapes=((4, 4),),
+        dtypes=("float32",),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=drafts,
+    )
 
 
 def rswa(block_size: int, window: int) -> kvyard.RSWASpec:
