@@ -14,7 +14,7 @@ import msgspec
 import zmq
 from kvyard.events import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 
-from tests.helpers import cache_config, full, low_bits, make_hasher
+from tests.helpers import cache_config, full, low_bits, make_hasher, sliding_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -168,11 +168,8 @@ class Engine:
     """A real manager under random load: two groups, a small pool, evictions all the time."""
 
     def __init__(self, seed: int, num_blocks: int = 60) -> None:
-        window = kvyard.SlidingWindowSpec(
-            block_size=4, sliding_window=8, num_kv_heads=2, head_size=8, dtype="bfloat16"
-        )
         self.manager = kvyard.KVCacheManager(
-            cache_config(num_blocks, full(4), window),
+            cache_config(num_blocks, full(4), sliding_window(4, 8)),
             max_model_len=512,
             enable_kv_cache_events=True,
         )

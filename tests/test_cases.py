@@ -12,25 +12,17 @@ import pytest
 
 from tests import helpers
 from tests.helpers import (
-    CORRECTED,
     VLLM,
     admit,
+    both,
     free_order,
     ids_of,
     low_bits,
     make_manager,
     make_request,
+    per_semantics,
     row,
 )
-
-both = pytest.mark.parametrize("semantics", [CORRECTED, VLLM], ids=["corrected", "vllm"])
-
-
-def per_semantics(right: object, v251: object) -> pytest.MarkDecorator:
-    """A parametrization over the two semantics with the value that each must give."""
-    return pytest.mark.parametrize(
-        ("semantics", "expected"), [(CORRECTED, right), (VLLM, v251)], ids=["corrected", "vllm"]
-    )
 
 
 @both

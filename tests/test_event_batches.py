@@ -24,7 +24,6 @@ from kvyard.events import (
 
 from tests import vllm_events
 from tests.helpers import (
-    ATTENTION,
     CORRECTED,
     VLLM,
     Lora,
@@ -35,6 +34,7 @@ from tests.helpers import (
     full,
     make_manager,
     make_request,
+    sliding_window,
 )
 
 if TYPE_CHECKING:
@@ -101,16 +101,12 @@ def test_what_is_written_can_be_read(
     assert (read_ts, len(read_events), read_rank) == (ts, len(events), rank)
 
 
-def make_window(block_size: int, window: int) -> kvyard.SlidingWindowSpec:
-    return kvyard.SlidingWindowSpec(block_size=block_size, sliding_window=window, **ATTENTION)
-
-
 def busy_manager(
     seed: int, semantics: kvyard.Semantics, algorithm: str = "sha256_cbor", steps: int = 30
 ) -> kvyard.KVCacheManager:
     """Groups of two kinds, adapters, salts, media, evictions: all that a pool announces."""
     manager = kvyard.KVCacheManager(
-        cache_config(24, full(8), make_window(4, 8)),
+        cache_config(24, full(8), sliding_window(4, 8)),
         512,
         enable_kv_cache_events=True,
         semantics=semantics,

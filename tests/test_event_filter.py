@@ -10,28 +10,22 @@ import pytest
 from kvyard.events import BlockRemoved, BlockStored, KVCacheEvent
 
 from tests.helpers import (
-    ATTENTION,
     CORRECTED,
-    VLLM,
     admit,
+    both,
     cache_config,
     full,
     low_bits,
     make_manager,
     make_request,
+    sliding_window,
 )
-
-both = pytest.mark.parametrize("semantics", [CORRECTED, VLLM], ids=["corrected", "vllm"])
-
-
-def window(block_size: int, tokens: int) -> kvyard.SlidingWindowSpec:
-    return kvyard.SlidingWindowSpec(block_size=block_size, sliding_window=tokens, **ATTENTION)
 
 
 def told(semantics: kvyard.Semantics, **arguments: Any) -> list[KVCacheEvent]:
     """The events of one schedule over groups with blocks of 8, 4 and 16 tokens."""
     manager = kvyard.KVCacheManager(
-        cache_config(30, full(8), window(4, 8), full(16)),
+        cache_config(30, full(8), sliding_window(4, 8), full(16)),
         512,
         enable_kv_cache_events=True,
         semantics=semantics,

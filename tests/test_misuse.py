@@ -443,7 +443,7 @@ def test_configuration(named: str, arguments: dict[str, Any]) -> None:
         kvyard.KVCacheManager(config, **arguments)
 
 
-WINDOW = kvyard.SlidingWindowSpec(block_size=4, sliding_window=8, **helpers.ATTENTION)
+WINDOW = helpers.sliding_window(4, 8)
 CROSS = kvyard.CrossAttentionSpec(block_size=4, **helpers.ATTENTION)
 
 

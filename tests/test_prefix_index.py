@@ -21,41 +21,28 @@ from kvyard.events import (
 )
 
 from tests.helpers import (
-    ATTENTION,
     CORRECTED,
-    VLLM,
     Lora,
     Media,
     Placeholder,
     admit,
+    both,
     cache_config,
     full,
     make_manager,
     make_request,
+    mamba,
+    sliding_window,
 )
-
-
-def window(block_size: int, tokens: int) -> kvyard.SlidingWindowSpec:
-    return kvyard.SlidingWindowSpec(block_size=block_size, sliding_window=tokens, **ATTENTION)
-
-
-def state(block_size: int) -> kvyard.MambaSpec:
-    return kvyard.MambaSpec(
-        block_size=block_size,
-        shapes=((8, 8),),
-        dtypes=("bfloat16",),
-        mamba_cache_mode="align",
-    )
-
 
 SPECS: dict[str, list[kvyard.KVCacheSpec]] = {
     "full": [full(4)],
-    "full and window": [full(4), window(4, 8)],
-    "window first": [window(4, 13), full(4)],
-    "block sizes": [full(8), window(4, 8), window(8, 24)],
+    "full and window": [full(4), sliding_window(4, 8)],
+    "window first": [sliding_window(4, 13), full(4)],
+    "block sizes": [full(8), sliding_window(4, 8), sliding_window(8, 24)],
     # Blocks that no aligned lookup can use get no key: case C15.
-    "masked": [full(16), window(4, 4)],
-    "states": [full(4), state(8)],
+    "masked": [full(16), sliding_window(4, 4)],
+    "states": [full(4), mamba(8)],
 }
 IDENTITIES: list[dict[str, Any]] = [
     {},
@@ -81,7 +68,7 @@ def question(identity: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
-@pytest.mark.parametrize("semantics", [CORRECTED, VLLM], ids=["corrected", "vllm"])
+@both
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
 def test_the_index_knows_what_the_manager_would_find(
     specs: list[kvyard.KVCacheSpec], semantics: kvyard.Semantics
