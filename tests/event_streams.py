@@ -6,18 +6,29 @@ import itertools
 import random
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import kvyard
 import msgspec
 import zmq
-from kvyard.events import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from kvyard.events import (
+    BlockRemoved,
+    BlockStored,
+    EventPublisher,
+    EventSubscription,
+    KVCacheEvent,
+    KVEventBatch,
+    LiveSet,
+    subscribe,
+)
+from kvyard.events.zmq_transport import ReplayServer, ZmqTransport
 
 from tests.helpers import cache_config, full, low_bits, make_hasher, sliding_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
 END_MARKER = b"\xff" * 8
 CONTEXT: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -31,6 +42,15 @@ _names = itertools.count()
 def fresh_inproc() -> str:
     """An inproc endpoint that no other test has."""
     return f"inproc://test-{next(_names)}"
+
+
+def endpoints(scheme: str, tmp_path: Path) -> tuple[str, str]:
+    """Endpoints of a stream and of its replay that nobody else has; of tcp, any free ports."""
+    if scheme == "tcp":
+        return "tcp://*:0", "tcp://*:0"
+    if scheme == "ipc":
+        return f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
+    return fresh_inproc(), fresh_inproc()
 
 
 def stored(
@@ -109,6 +129,45 @@ class Recorder:
         self.closed = True
 
 
+class LossyTransport(ZmqTransport):
+    """Loses the messages of some numbers."""
+
+    def __init__(self, endpoint: str, is_lost: Callable[[int], bool]) -> None:
+        super().__init__(CONTEXT, endpoint, topic="", hwm=0)
+        self._is_lost = is_lost
+
+    def send(self, sequence: int, payload: bytes) -> None:
+        if not self._is_lost(sequence):
+            super().send(sequence, payload)
+
+
+@contextmanager
+def lossy_stream(
+    is_lost: Callable[[int], bool], buffer_steps: int, live_set: LiveSet | bool
+) -> Iterator[tuple[EventPublisher, EventSubscription]]:
+    """A publisher from number 0 on, some of whose messages are lost, and who follows it.
+
+    What is lost can be asked for: by number, and with a live set as a dump.
+    """
+    transport = LossyTransport(fresh_inproc(), is_lost)
+    with ExitStack() as stack:
+        publisher = stack.enter_context(
+            EventPublisher(
+                transport, buffer_steps=buffer_steps, live_set=live_set, start_sequence=0
+            )
+        )
+        server = ReplayServer(
+            CONTEXT,
+            fresh_inproc(),
+            buffered=publisher.buffered,
+            dump=None if live_set is False else publisher.dump,
+            topic=b"",
+        )
+        stack.callback(server.close)
+        subscription = subscribe(transport.endpoint, replay_endpoint=server.endpoint)
+        yield publisher, stack.enter_context(subscription)
+
+
 @contextmanager
 def raw_consumer(endpoint: str, topic: bytes = b"", hwm: int = 0) -> Iterator[zmq.Socket[bytes]]:
     """A SUB socket that nobody reads for us."""
@@ -123,14 +182,21 @@ def raw_consumer(endpoint: str, topic: bytes = b"", hwm: int = 0) -> Iterator[zm
         yield consumer
 
 
+@contextmanager
+def raw_client(endpoint: str, hwm: int = 0) -> Iterator[zmq.Socket[bytes]]:
+    """A DEALER socket at a replay socket, for requests of any form."""
+    with CONTEXT.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVHWM, hwm)
+        client.setsockopt(zmq.RCVTIMEO, 20_000)
+        client.connect(endpoint)
+        yield client
+
+
 def ask(endpoint: str, *frames: bytes) -> list[list[bytes]]:
     """What a replay socket answers to a request, the end marker included."""
     replies = []
-    with CONTEXT.socket(zmq.DEALER) as client:
-        client.setsockopt(zmq.LINGER, 0)
-        client.setsockopt(zmq.RCVHWM, 0)
-        client.setsockopt(zmq.RCVTIMEO, 20_000)
-        client.connect(endpoint)
+    with raw_client(endpoint) as client:
         client.send_multipart(frames)
         while True:
             replies.append(client.recv_multipart())

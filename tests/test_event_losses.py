@@ -14,28 +14,15 @@ from typing import TYPE_CHECKING
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
-from kvyard.events import BatchSource, EventPublisher, LiveSet, WireFormat, subscribe
-from kvyard.events.zmq_transport import ReplayServer, ZmqTransport
+from kvyard.events import BatchSource, LiveSet, WireFormat
 
-from tests.event_streams import CONTEXT, fresh_inproc
+from tests.event_streams import lossy_stream
 from tests.mixes import Mix, mixes
 from tests.test_event_stream import StreamMachine
 from tests.test_group_mixes import ACTIONS, MixMachine
 
 if TYPE_CHECKING:
     from tests.test_event_stream import Key
-
-
-class LossyTransport(ZmqTransport):
-    """Loses the messages of some numbers."""
-
-    def __init__(self, endpoint: str) -> None:
-        super().__init__(CONTEXT, endpoint, topic="", hwm=0)
-        self.lost: set[int] = set()
-
-    def send(self, sequence: int, payload: bytes) -> None:
-        if sequence not in self.lost:
-            super().send(sequence, payload)
 
 
 class LossyMachine(StreamMachine):
@@ -51,22 +38,10 @@ class LossyMachine(StreamMachine):
         super().build(replace(mix, events=True), algorithm)
         removal_event = str(self.mix.semantics.removal_event)
         self.stack = ExitStack()
-        self.transport = LossyTransport(fresh_inproc())
+        self.lost: set[int] = set()
         live_set = LiveSet(removal_event) if has_live_set or buffer_steps < 1000 else False
-        self.publisher = EventPublisher(
-            self.transport, buffer_steps=buffer_steps, live_set=live_set, start_sequence=0
-        )
-        self.stack.callback(self.publisher.close)
-        server = ReplayServer(
-            CONTEXT,
-            fresh_inproc(),
-            buffered=self.publisher.buffered,
-            dump=None if live_set is False else self.publisher.dump,
-            topic=b"",
-        )
-        self.stack.callback(server.close)
-        self.subscription = self.stack.enter_context(
-            subscribe(self.transport.endpoint, replay_endpoint=server.endpoint)
+        self.publisher, self.subscription = self.stack.enter_context(
+            lossy_stream(self.lost.__contains__, buffer_steps, live_set)
         )
         self.held: dict[int, Counter[Key]] = {0: Counter()}
         """The pool's content before the batch of each number."""
@@ -83,7 +58,7 @@ class LossyMachine(StreamMachine):
         payload = self.ours.take_event_batch(ts=1.0)
         if payload is not None:
             if data is not None and data.draw(st.booleans(), label="lost"):
-                self.transport.lost.add(self.publisher.next_sequence)
+                self.lost.add(self.publisher.next_sequence)
             self.publisher.publish(payload)
             self.held[self.publisher.next_sequence] = self.content()
 

@@ -24,6 +24,7 @@ from tests.event_streams import (
     Recorder,
     ask,
     batch_of,
+    endpoints,
     events_of,
     fresh_inproc,
     number,
@@ -85,7 +86,7 @@ def test_malformed_endpoints_are_named(endpoint: str, rank: int, message: str) -
 
 
 def test_ranks_publish_beside_each_other(tmp_path: Path) -> None:
-    endpoint, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
+    endpoint, replay = endpoints("ipc", tmp_path)
     for rank in range(3):
         with ZmqPublisher(endpoint, replay, data_parallel_rank=rank) as publisher:
             assert publisher.endpoint == endpoint_for_rank(endpoint, rank)
@@ -174,7 +175,7 @@ def test_close_sends_what_is_queued() -> None:
 
 
 def test_close_with_a_full_queue_closes_the_sockets(tmp_path: Path) -> None:
-    endpoint, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
+    endpoint, replay = endpoints("ipc", tmp_path)
     for _ in range(3):  # the next one could not bind if the sockets were open
         publisher = ZmqPublisher(endpoint, replay, max_queue_size=1)
         for i in range(200):

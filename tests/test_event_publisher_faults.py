@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import kvyard
@@ -26,11 +26,13 @@ from tests.event_streams import (
     Recorder,
     ask,
     batch_of,
+    endpoints,
     events_of,
     fresh_inproc,
     number,
     number_of,
     payload,
+    raw_client,
     raw_consumer,
     removed,
     stored,
@@ -38,7 +40,10 @@ from tests.event_streams import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from kvyard.events.zmq_transport import ReplayServer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -192,20 +197,32 @@ def test_a_connecting_publisher_reaches_a_consumer_that_binds() -> None:
 
 # ------------------------------------------------------------------------- slow and dead consumers
 
+BIG = payload(stored(list(range(1000))))
+"""A batch of about 16 KB."""
+
+
+@contextmanager
+def long_replay(tmp_path: Path) -> Iterator[tuple[str, ReplayServer]]:
+    """The replay socket of 5,000 big batches, more than lies in the buffers of a connection."""
+    endpoint, replay = endpoints("ipc", tmp_path)
+    with ZmqPublisher(endpoint, replay, start_sequence=0) as publisher:
+        for _ in range(5_000):
+            publisher.publish(BIG)
+        assert publisher.replay_server is not None
+        yield replay, publisher.replay_server
+
 
 def test_a_consumer_that_does_not_read_stops_nobody(tmp_path: Path) -> None:
     """Whoever does not read loses messages; the publisher's memory stays, others get all."""
-    big = payload(stored(list(range(1000))))
+    endpoint, _ = endpoints("ipc", tmp_path)
     with (
-        ZmqPublisher(
-            f"ipc://{tmp_path}/e", hwm=100, buffer_steps=10, start_sequence=0
-        ) as publisher,
+        ZmqPublisher(endpoint, hwm=100, buffer_steps=10, start_sequence=0) as publisher,
         raw_consumer(publisher.endpoint, hwm=1) as idle,
     ):
         memory = resident_bytes()
         started = time.monotonic()
         for _ in range(20_000):
-            publisher.publish(big)
+            publisher.publish(BIG)
         wait_until(lambda: publisher.num_queued == 0, 60)
         assert time.monotonic() - started < 60
         assert publisher.num_dropped == 0
@@ -222,19 +239,7 @@ def test_a_consumer_that_does_not_read_stops_nobody(tmp_path: Path) -> None:
 
 
 def test_a_client_that_never_reads_its_replay_keeps_nobody_waiting(tmp_path: Path) -> None:
-    endpoint, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
-    big = payload(stored(list(range(1000))))
-    with (
-        ZmqPublisher(endpoint, replay, start_sequence=0) as publisher,
-        CONTEXT.socket(zmq.DEALER) as dead,
-    ):
-        server = publisher.replay_server
-        assert server is not None
-        for _ in range(5_000):
-            publisher.publish(big)
-        dead.setsockopt(zmq.LINGER, 0)
-        dead.setsockopt(zmq.RCVHWM, 1)
-        dead.connect(replay)
+    with long_replay(tmp_path) as (replay, server), raw_client(replay, hwm=1) as dead:
         for _ in range(3):
             dead.send_multipart((b"", number(0)))
         wait_until(lambda: server.num_requests == 3)
@@ -248,19 +253,7 @@ def test_a_client_that_never_reads_its_replay_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zmq_transport, "_SECONDS_WITHOUT_PROGRESS", 0.3)
-    endpoint, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
-    big = payload(stored(list(range(1000))))
-    with (
-        ZmqPublisher(endpoint, replay, start_sequence=0) as publisher,
-        CONTEXT.socket(zmq.DEALER) as dead,
-    ):
-        server = publisher.replay_server
-        assert server is not None
-        for _ in range(5_000):
-            publisher.publish(big)
-        dead.setsockopt(zmq.LINGER, 0)
-        dead.setsockopt(zmq.RCVHWM, 1)
-        dead.connect(replay)
+    with long_replay(tmp_path) as (replay, server), raw_client(replay, hwm=1) as dead:
         for _ in range(20):  # more than are answered at a time
             dead.send_multipart((b"", number(0)))
         wait_until(lambda: server.num_requests == 20)
@@ -269,17 +262,8 @@ def test_a_client_that_never_reads_its_replay_is_given_up(
 
 
 def test_a_client_that_vanishes_is_given_up(tmp_path: Path) -> None:
-    endpoint, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
-    big = payload(stored(list(range(1000))))
-    with ZmqPublisher(endpoint, replay, start_sequence=0) as publisher:
-        server = publisher.replay_server
-        assert server is not None
-        for _ in range(5_000):
-            publisher.publish(big)
-        with CONTEXT.socket(zmq.DEALER) as client:
-            client.setsockopt(zmq.LINGER, 0)
-            client.setsockopt(zmq.RCVHWM, 1)
-            client.connect(replay)
+    with long_replay(tmp_path) as (replay, server):
+        with raw_client(replay, hwm=1) as client:
             client.send_multipart((b"", number(0)))
             assert client.recv_multipart()[1:3] == [b"", number(0)]
         wait_until(lambda: server.num_abandoned == 1)
@@ -293,13 +277,11 @@ def test_garbage_on_the_sockets_is_survived() -> None:
             port = int(endpoint.rpartition(":")[2])
             with (
                 socket.create_connection(("127.0.0.1", port)) as peer,
-                contextlib.suppress(OSError),
+                suppress(OSError),
             ):
                 peer.sendall(os.urandom(1000))
-        with CONTEXT.socket(zmq.DEALER) as peer, CONTEXT.socket(zmq.DEALER) as many:
-            for client in (peer, many):
-                client.setsockopt(zmq.LINGER, 0)
-                client.connect(publisher.replay_endpoint)
+        replay = publisher.replay_endpoint
+        with raw_client(replay) as peer, raw_client(replay) as many:
             peer.send_multipart((b"", bytes(1_000_000)))
             many.send_multipart([b""] * 10_000)
             assert many.poll(20_000)

@@ -13,14 +13,12 @@ import pytest
 import zmq
 from kvyard.events import (
     BatchSource,
-    EventPublisher,
     EventSubscription,
     KVEventBatch,
     ReceivedBatch,
     ZmqPublisher,
     subscribe,
 )
-from kvyard.events.zmq_transport import ReplayServer, ZmqTransport
 
 from tests.event_streams import (
     CLEARED,
@@ -29,7 +27,9 @@ from tests.event_streams import (
     Consumer,
     Engine,
     batch_of,
+    endpoints,
     fresh_inproc,
+    lossy_stream,
     number,
     number_of,
     payload,
@@ -137,11 +137,7 @@ def block(i: int) -> bytes:
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc", "inproc"])
 def test_batches_arrive_in_order(scheme: str, tmp_path: Path) -> None:
-    endpoint, replay = {
-        "tcp": ("tcp://*:0", "tcp://*:0"),
-        "ipc": (f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"),
-        "inproc": (fresh_inproc(), fresh_inproc()),
-    }[scheme]
+    endpoint, replay = endpoints(scheme, tmp_path)
     with ZmqPublisher(endpoint, replay, topic="kv@p@m", start_sequence=0) as publisher:
         publisher.publish(batch_of(1))  # before anybody listens
         with subscribe(
@@ -353,7 +349,7 @@ def test_a_restart_that_jumps_ahead_loses_nothing(replay: bool) -> None:
 @pytest.mark.parametrize("live_set", [False, True])
 def test_our_publisher_restarts_under_a_consumer(live_set: bool, tmp_path: Path) -> None:
     """The consumer stays; whatever it missed, it ends with the second pool's content."""
-    endpoint, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
+    endpoint, replay = endpoints("ipc", tmp_path)
     consumer = Consumer()
 
     def read_until(subscription: EventSubscription, content: set[tuple[int, int]]) -> None:
@@ -429,18 +425,6 @@ def test_closing_ends_the_iteration_of_another_thread() -> None:
 # ------------------------------------------------------- losing batches of a real manager
 
 
-class LossyTransport(ZmqTransport):
-    """Loses some of the messages."""
-
-    def __init__(self, endpoint: str, generator: random.Random, share: float) -> None:
-        super().__init__(CONTEXT, endpoint, topic="", hwm=100_000)
-        self._random, self._share = generator, share
-
-    def send(self, sequence: int, payload: bytes) -> None:
-        if self._random.random() >= self._share:
-            super().send(sequence, payload)
-
-
 @pytest.mark.parametrize(
     ("buffer_steps", "live_set"),
     [(10_000, False), (10_000, True), (5, True), (1, True)],
@@ -452,25 +436,12 @@ def test_after_losses_a_consumer_holds_what_the_pool_holds(
 ) -> None:
     """At every batch, not only in the end: nothing is lost and nothing applied twice."""
     generator = random.Random(seed)
-    endpoint, replay = fresh_inproc(), fresh_inproc()
     engine, consumer = Engine(seed), Consumer()
-    transport = LossyTransport(endpoint, generator, share=0.3)
     held: dict[int, set[tuple[int, int]]] = {}
-    with ExitStack() as stack:
-        publisher = stack.enter_context(
-            EventPublisher(
-                transport, buffer_steps=buffer_steps, live_set=live_set, start_sequence=0
-            )
-        )
-        server = ReplayServer(
-            CONTEXT,
-            replay,
-            buffered=publisher.buffered,
-            dump=publisher.dump if live_set else None,
-            topic=b"",
-        )
-        stack.callback(server.close)
-        subscription = stack.enter_context(subscribe(endpoint, replay_endpoint=replay))
+    with lossy_stream(lambda _: generator.random() < 0.3, buffer_steps, live_set) as (
+        publisher,
+        subscription,
+    ):
         for _ in range(300):
             batch = engine.step()
             publisher.publish(batch)
@@ -507,7 +478,7 @@ def read_all(
 @pytest.mark.parametrize("live_set", [False, True])
 def test_a_slow_consumer_has_all_in_the_end(live_set: bool, tmp_path: Path) -> None:
     """ZMQ drops what a consumer does not read in time; it gets that by replay, or the state."""
-    endpoint, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
+    endpoint, replay = endpoints("ipc", tmp_path)
     batches = [
         payload(stored(list(range(i * 20 + 1, i * 20 + 21)), block_size=200)) for i in range(500)
     ]

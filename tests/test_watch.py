@@ -15,7 +15,7 @@ from kvyard.cli.main import main
 from kvyard.cli.stream_view import Rate, StreamView
 from kvyard.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqPublisher
 
-from tests.event_streams import CLEARED, Engine, fresh_inproc, payload, removed, stored
+from tests.event_streams import CLEARED, Engine, endpoints, fresh_inproc, payload, removed, stored
 from tests.helpers import environment_without_colors
 
 if TYPE_CHECKING:
@@ -137,11 +137,7 @@ def busy(publisher: ZmqPublisher, seed: int = 1) -> Iterator[Engine]:
 def test_once_shows_what_the_engine_holds(
     scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    endpoint, replay = {
-        "tcp": ("tcp://*:0", "tcp://*:0"),
-        "ipc": (f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"),
-        "inproc": (fresh_inproc(), fresh_inproc()),
-    }[scheme]
+    endpoint, replay = endpoints(scheme, tmp_path)
     out = tmp_path / "out.json"
     with ZmqPublisher(endpoint, replay, live_set=True, buffer_steps=1) as publisher:
         engine = Engine(3)
@@ -236,7 +232,7 @@ def test_help_teaches() -> None:
 
 def test_a_terminal_is_redrawn(tmp_path: Path) -> None:
     """Under a pseudo-terminal the view is drawn in place; it ends with the plain tables."""
-    endpoint, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
+    endpoint, replay = endpoints("ipc", tmp_path)
     code = (
         "import pty, sys; status = pty.spawn([sys.executable, '-m', 'kvyard', *sys.argv[1:]]);"
         "sys.exit(status >> 8)"
@@ -259,7 +255,7 @@ def test_a_terminal_is_redrawn(tmp_path: Path) -> None:
 def test_an_interrupt_ends_it_with_the_tables(tmp_path: Path) -> None:
     import signal
 
-    endpoint, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
+    endpoint, replay = endpoints("ipc", tmp_path)
     with ZmqPublisher(endpoint, replay) as publisher, busy(publisher):
         watcher = subprocess.Popen(
             [sys.executable, "-m", "kvyard", "watch", endpoint, "--replay", replay],
