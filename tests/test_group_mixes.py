@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from tests import helpers
 from tests.mixes import HAZARDS, Mix, mixes, prompts
@@ -20,7 +20,8 @@ from tests.model import invariants
 from tests.model.groups import GroupManager, RSWAManager
 from tests.model.mamba import MambaAlignManager
 from tests.model.sparse_groups import ChunkedLocalManager, SlidingWindowManager
-from tests.twins import Requests, Twin, events_agree, extras, pools_agree
+from tests.twin_machine import TwinMachine
+from tests.twins import Requests, Twin, events_agree, extras
 
 if TYPE_CHECKING:
     import kvyard
@@ -38,14 +39,11 @@ ACTIONS = [
 ]
 
 
-class MixMachine(RuleBasedStateMachine):
+class MixMachine(TwinMachine):
     """Schedules of one manager and its model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.twins: list[Twin] = []
-        self.leases: list[tuple[kvyard.BlockLease, Hits]] = []
-        self.pins: list[int] = []
         self.known: Counter[tuple[int, int]] = Counter()  # to a consumer of events
         # Since a request's first block: the most look-ahead, and whether tokens were in flight.
         self.most_lookahead: dict[str, int] = {}
@@ -61,13 +59,6 @@ class MixMachine(RuleBasedStateMachine):
         self.budget = mix.sizes.max_num_batched_tokens
 
     # -- choosing
-
-    def some(self, data: st.DataObject, *states: str) -> Twin | None:
-        found = [twin for twin in self.twins if twin.state in states]
-        return data.draw(st.sampled_from(found), label="request") if found else None
-
-    def any_name(self, data: st.DataObject) -> str:
-        return data.draw(st.sampled_from([*(twin.name for twin in self.twins), "unknown"]))
 
     def reserved(self, data: st.DataObject, twin: Twin, arguments: dict[str, Any]) -> int:
         """Blocks to reserve: often exactly as many as the prediction leaves, or one more."""
@@ -92,10 +83,7 @@ class MixMachine(RuleBasedStateMachine):
         reserved = self.reserved(data, twin, {**arguments, "new_computed_blocks": hits[1]})
         arguments.pop("is_tight", None)
         arguments["reserved_blocks"] = reserved
-        ours = self.ours.allocate_slots(twin.shown, new_computed_blocks=hits[0], **arguments)
-        theirs = self.theirs.allocate_slots(twin.theirs, new_computed_blocks=hits[1], **arguments)
-        assert (None if ours is None else list(ours.get_block_ids())) == theirs
-        if theirs is None:
+        if not self.allocate_slots(twin, hits, **arguments):
             return False
         lookahead = arguments.get("num_lookahead_tokens", 0)
         self.most_lookahead[twin.name] = max(lookahead, self.most_lookahead.get(twin.name, 0))
@@ -122,13 +110,7 @@ class MixMachine(RuleBasedStateMachine):
 
     def preempted(self, twin: Twin) -> None:
         self.forget(twin)
-        twin.state = "waiting"
-        twin.set(
-            status="PREEMPTED",
-            num_computed_tokens=0,
-            num_in_flight_tokens=0,
-            num_preemptions=twin.theirs.num_preemptions + 1,
-        )
+        super().preempted(twin)
 
     def look_up(
         self, data: st.DataObject, twin: Twin
@@ -202,8 +184,7 @@ class MixMachine(RuleBasedStateMachine):
         if twin is None:
             return
         if data.draw(st.integers(0, 4), label="fails?") == 1:
-            self.ours.free(twin.shown)
-            self.theirs.free(twin.theirs)
+            self.free(twin)
             self.forget(twin)
             twin.state = "waiting"
             twin.set(num_computed_tokens=0)
@@ -296,23 +277,10 @@ class MixMachine(RuleBasedStateMachine):
         new = min(twin.remaining, self.budget, share)
         while not self.advance(data, twin, new, 0, num_lookahead_tokens=lookahead):
             victim = [other for other in self.twins if other.state == "running"][-1]
-            self.ours.free(victim.shown)
-            self.theirs.free(victim.theirs)
+            self.free(victim)
             self.preempted(victim)
             if victim is twin:
                 return
-
-    def replace_last_token(self, data: st.DataObject) -> None:
-        """A streaming session drops what was sampled last, and goes on with new input."""
-        twin = self.some(data, "running")
-        if twin is None or twin.remaining != 1:
-            return
-        kept = twin.theirs.num_computed_tokens
-        if kept < twin.theirs.num_prompt_tokens:
-            return
-        twin.ours.truncate(kept)
-        twin.theirs.truncate(kept)
-        twin.append([data.draw(st.integers(0, 3), label="token")])
 
     def finish(self, data: st.DataObject) -> None:
         """The end of a request; perhaps its last step did not run, or only in part."""
@@ -322,26 +290,9 @@ class MixMachine(RuleBasedStateMachine):
         written = None
         if data.draw(st.integers(0, 2), label="withdrawn?") == 1:
             written = data.draw(st.integers(0, twin.theirs.num_computed_tokens), label="written")
-        self.ours.free(twin.shown, num_written_tokens=written)
-        self.theirs.free(twin.theirs, written)
+        self.free(twin, written)
         self.forget(twin)
         self.twins.remove(twin)
-
-    def preempt(self, data: st.DataObject) -> None:
-        twin = self.some(data, "running")
-        if twin is None:
-            return
-        if data.draw(st.integers(0, 2), label="deferred?"):
-            lease = self.ours.pop_blocks_for_free(twin.shown)
-            groups = self.theirs.pop_blocks_for_free(twin.theirs)
-            # Not as a list, which would dissolve the lease.
-            popped = [lease[at].block_id for at in range(len(lease))]
-            assert popped == [i for row in groups for i in row]
-            self.leases.append((lease, groups))
-        else:
-            self.ours.free(twin.shown)
-            self.theirs.free(twin.theirs)
-        self.preempted(twin)
 
     def return_lease(self, index: int, by_lease: bool) -> None:
         lease, groups = self.leases.pop(index)
@@ -359,15 +310,6 @@ class MixMachine(RuleBasedStateMachine):
 
     # -- others who hold blocks, and the rest of the surface
 
-    def pin(self, data: st.DataObject) -> None:
-        pool = self.theirs.pool
-        usable = [i for i, b in enumerate(pool.blocks) if b.ref_cnt or b.key is not None]
-        if usable:
-            block_id = data.draw(st.sampled_from(usable))
-            self.ours.block_pool.touch([self.ours.block_pool.blocks[block_id]])
-            pool.touch([block_id])
-            self.pins.append(block_id)
-
     def occupy(self, data: st.DataObject) -> None:
         count = len(self.theirs.pool.free) * data.draw(st.integers(0, 4)) // 4
         taken = self.theirs.pool.get_new_blocks(count)
@@ -380,35 +322,8 @@ class MixMachine(RuleBasedStateMachine):
         self.theirs.pool.free_blocks(ids)
         self.pins = []
 
-    def evict(self, data: st.DataObject) -> None:
-        last = self.theirs.pool.num_blocks - 1
-        ids = data.draw(st.lists(st.integers(0, last), max_size=6))
-        self.ours.evict_blocks(ids)
-        self.theirs.pool.evict_blocks(ids)
-
     def reset(self, data: st.DataObject) -> None:
         assert self.ours.reset_prefix_cache() == self.theirs.pool.reset_prefix_cache()
-
-    def skip(self, data: st.DataObject) -> None:
-        twin = self.some(data, "running")
-        if twin is None:
-            return
-        computed = twin.theirs.num_computed_tokens
-        prompt = data.draw(st.sampled_from([None, twin.theirs.num_prompt_tokens]))
-        self.ours.remove_skipped_blocks(twin.name, computed, prompt)
-        self.theirs.remove_skipped_blocks(twin.name, computed, prompt)
-
-    def ask(self, data: st.DataObject) -> None:
-        name, tokens = self.any_name(data), data.draw(st.integers(0, 40), label="tokens")
-        common = self.ours.get_num_common_prefix_blocks(name)
-        assert common == self.theirs.get_num_common_prefix_blocks(name)
-        filled = self.ours.get_block_ids_for_computed_tokens(name, tokens)
-        assert list(filled) == self.theirs.get_block_ids_for_computed_tokens(name, tokens)
-
-    def begin_step(self, data: st.DataObject) -> None:
-        self.ours.new_step_starts()
-        self.theirs.new_step_starts()
-        assert self.ours.take_new_block_ids() == self.theirs.take_new_block_ids()
 
     def take_events(self, data: st.DataObject | None = None) -> None:
         events = self.theirs.take_events()
@@ -427,10 +342,7 @@ class MixMachine(RuleBasedStateMachine):
     def same_state(self) -> None:
         if not hasattr(self, "ours"):
             return
-        self.ours.validate()
-        pools_agree(self.ours.block_pool, self.theirs.pool)
-        for twin in self.twins:
-            assert list(self.ours.get_block_ids(twin.name)) == self.theirs.get_block_ids(twin.name)
+        self.compare()
         references = Counter(self.pins)
         for _, groups in self.leases:
             references.update(i for row in groups for i in row if i != 0)
@@ -445,8 +357,7 @@ class MixMachine(RuleBasedStateMachine):
             return
         self.take_events()
         for twin in self.twins:
-            self.ours.free(twin.shown)
-            self.theirs.free(twin.theirs)
+            self.free(twin)
         while self.leases:
             self.return_lease(0, by_lease=True)
         if self.pins:

@@ -7,12 +7,9 @@ of `test_misuse`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import kvyard
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
@@ -21,28 +18,21 @@ from hypothesis.stateful import (
 
 from tests import helpers
 from tests.model import manager as model_manager
+from tests.twin_machine import TwinMachine
 from tests.twins import (
     ALGORITHMS,
     Extras,
     Requests,
-    Twin,
     events_agree,
     extras,
-    pools_agree,
     prompts,
     semantics_choices,
     semantics_of_model,
 )
 
 
-class ManagerMachine(RuleBasedStateMachine):
+class ManagerMachine(TwinMachine):
     """Schedules of a manager with one group, or none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twins: list[Twin] = []
-        self.leases: list[tuple[kvyard.BlockLease, model_manager.Hits]] = []
-        self.pins: list[int] = []
 
     @initialize(
         kind=st.sampled_from(["full_attention", "full_attention", "mla_attention", "rswa", ""]),
@@ -119,22 +109,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.foreign = foreign
         self.requests = Requests(algorithm, self.block_size, semantics)
 
-    # -- choosing
-
-    def some(self, data: st.DataObject, *states: str) -> Twin | None:
-        found = [twin for twin in self.twins if twin.state in states]
-        return data.draw(st.sampled_from(found), label="request") if found else None
-
-    def any_name(self, data: st.DataObject) -> str:
-        return data.draw(st.sampled_from([*(twin.name for twin in self.twins), "unknown"]))
-
-    def allocate(self, twin: Twin, **arguments: Any) -> bool:
-        hits = arguments.pop("hits", (None, None))
-        ours = self.ours.allocate_slots(twin.shown, new_computed_blocks=hits[0], **arguments)
-        theirs = self.theirs.allocate_slots(twin.theirs, new_computed_blocks=hits[1], **arguments)
-        assert (None if ours is None else list(ours.get_block_ids())) == theirs
-        return theirs is not None
-
     # -- requests
 
     @precondition(lambda self: len(self.twins) < 6)
@@ -159,7 +133,7 @@ class ManagerMachine(RuleBasedStateMachine):
         delayed = loads and (external == rest or data.draw(st.booleans(), label="delayed"))
         new = 0 if delayed else data.draw(st.integers(1, rest - external), label="new")
         gate = data.draw(st.booleans(), label="must fit")
-        admitted = self.allocate(
+        admitted = self.allocate_slots(
             twin,
             hits=(hit, expected),
             num_new_tokens=new,
@@ -210,7 +184,7 @@ class ManagerMachine(RuleBasedStateMachine):
         in_flight = data.draw(st.integers(0, min(4, computed)), label="in flight")
         by_argument = self.foreign or data.draw(st.booleans(), label="in flight by argument")
         twin.set(num_in_flight_tokens=0 if by_argument else in_flight)
-        done = self.allocate(
+        done = self.allocate_slots(
             twin,
             num_new_tokens=new + drafts,
             num_lookahead_tokens=lookahead,
@@ -229,51 +203,21 @@ class ManagerMachine(RuleBasedStateMachine):
                 tokens = [data.draw(st.integers(70_000, 70_002)) for _ in range(sampled)]
                 twin.append(tokens)
 
-    @rule(data=st.data(), token=st.integers(0, 3))
-    def replace_last_token(self, data: st.DataObject, token: int) -> None:
-        """A streaming session drops what was sampled last, and goes on with new input."""
-        twin = self.some(data, "running")
-        if twin is None or twin.remaining != 1:
-            return
-        kept = twin.theirs.num_computed_tokens
-        if kept < twin.theirs.num_prompt_tokens:
-            return
-        twin.ours.truncate(kept)
-        twin.theirs.truncate(kept)
-        assert twin.ours.block_hashes == twin.theirs.hashes
-        twin.append([token])
+    @rule(data=st.data())
+    def replace_last_token(self, data: st.DataObject) -> None:
+        super().replace_last_token(data)
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         twin = self.some(data, "running", "loading", "waiting")
         if twin is None:
             return
-        self.ours.free(twin.shown)
-        self.theirs.free(twin.theirs)
+        self.free(twin)
         self.twins.remove(twin)
 
-    @rule(data=st.data(), deferred=st.booleans())
-    def preempt(self, data: st.DataObject, deferred: bool) -> None:
-        twin = self.some(data, "running")
-        if twin is None:
-            return
-        if deferred:
-            lease = self.ours.pop_blocks_for_free(twin.shown)
-            groups = self.theirs.pop_blocks_for_free(twin.theirs)
-            # Not as a list, which would dissolve the lease.
-            popped = [lease[at].block_id for at in range(len(lease))]
-            assert popped == [i for row in groups for i in row]
-            self.leases.append((lease, groups))
-        else:
-            self.ours.free(twin.shown)
-            self.theirs.free(twin.theirs)
-        twin.state = "waiting"
-        twin.set(
-            status="PREEMPTED",
-            num_computed_tokens=0,
-            num_in_flight_tokens=0,
-            num_preemptions=twin.theirs.num_preemptions + 1,
-        )
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        super().preempt(data)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), way=st.sampled_from(["lease", "reversed", "list"]))
@@ -292,24 +236,12 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def skip(self, data: st.DataObject) -> None:
-        twin = self.some(data, "running")
-        if twin is None:
-            return
-        computed = twin.theirs.num_computed_tokens
-        prompt = data.draw(st.sampled_from([None, twin.theirs.num_prompt_tokens]))
-        self.ours.remove_skipped_blocks(twin.name, computed, prompt)
-        self.theirs.remove_skipped_blocks(twin.name, computed, prompt)
+        super().skip(data)
 
     @precondition(lambda self: self.caching)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        pool = self.theirs.pool
-        usable = [i for i, b in enumerate(pool.blocks) if b.ref_cnt or b.key is not None]
-        if usable:
-            block_id = data.draw(st.sampled_from(usable))
-            self.ours.block_pool.touch([self.ours.block_pool.blocks[block_id]])
-            pool.touch([block_id])
-            self.pins.append(block_id)
+        super().pin(data)
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
@@ -322,31 +254,19 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        last = self.theirs.pool.num_blocks - 1
-        ids = data.draw(st.lists(st.integers(0, last), max_size=4))
-        self.ours.evict_blocks(ids)
-        self.theirs.pool.evict_blocks(ids)
+        super().evict(data)
 
     @rule()
     def reset(self) -> None:
         assert self.ours.reset_prefix_cache() == self.theirs.pool.reset_prefix_cache()
 
-    @rule(data=st.data(), tokens=st.integers(0, 30))
-    def ask(self, data: st.DataObject, tokens: int) -> None:
-        name = self.any_name(data)
-        assert self.ours.get_num_common_prefix_blocks(
-            name
-        ) == self.theirs.get_num_common_prefix_blocks(name)
-        assert list(self.ours.get_block_ids(name)) == self.theirs.get_block_ids(name)
-        snapshot = self.ours.get_blocks(name)
-        assert list(snapshot.get_block_ids()) == self.theirs.get_block_ids(name)
-        clipped = self.ours.get_block_ids_for_computed_tokens(name, tokens)
-        assert list(clipped) == self.theirs.get_block_ids_for_computed_tokens(name, tokens)
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        super().ask(data)
 
-    @rule()
-    def begin_step(self) -> None:
-        self.ours.new_step_starts()
-        assert self.ours.take_new_block_ids() == self.theirs.take_new_block_ids()
+    @rule(data=st.data())
+    def begin_step(self, data: st.DataObject) -> None:
+        super().begin_step(data)
 
     @rule()
     def take_events(self) -> None:
@@ -354,13 +274,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def same_state(self) -> None:
-        if not hasattr(self, "ours"):
-            return
-        self.ours.validate()
-        pools_agree(self.ours.block_pool, self.theirs.pool)
-        for twin in self.twins:
-            ids = list(self.ours.get_block_ids(twin.name))
-            assert ids == self.theirs.get_block_ids(twin.name)
+        if hasattr(self, "ours"):
+            self.compare()
 
     def teardown(self) -> None:
         if hasattr(self, "ours"):
