@@ -48,6 +48,16 @@ class Example:
     concurrency: float
     limits: dict[str, Any] = field(default_factory=dict)
 
+    def plan(self, **more: Any) -> planning.Plan:
+        return plan(
+            self.model,
+            self.gib,
+            self.max_model_len,
+            self.max_num_batched_tokens,
+            **self.limits,
+            **more,
+        )
+
 
 HYBRID_OFF = {"disable_hybrid_kv_cache_manager": True}
 STATES = {"block_size": 272}
@@ -148,14 +158,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_worked_examples(name: str, semantics: kvyard.Semantics) -> None:
     example = EXAMPLES[name]
-    got = plan(
-        example.model,
-        example.gib,
-        example.max_model_len,
-        example.max_num_batched_tokens,
-        semantics=semantics,
-        **example.limits,
-    )
+    got = example.plan(semantics=semantics)
     [worker] = got.kv_cache_configs
     assert group_lengths(got) == example.groups
     assert len(worker.kv_cache_tensors) == example.tensors
@@ -186,15 +189,7 @@ def test_blocks_a_request(name: str, blocks: list[int]) -> None:
 
 def tensors_of(name: str) -> list[kvyard.KVCacheTensor]:
     """The tensors of an example."""
-    example = EXAMPLES[name]
-    got = plan(
-        example.model,
-        example.gib,
-        example.max_model_len,
-        example.max_num_batched_tokens,
-        **example.limits,
-    )
-    return list(got.kv_cache_configs[0].kv_cache_tensors)
+    return list(EXAMPLES[name].plan().kv_cache_configs[0].kv_cache_tensors)
 
 
 def test_one_tensor_a_layer_of_one_group() -> None:
@@ -372,14 +367,7 @@ def test_sharing_layers_are_listed_after_planning() -> None:
     ],
 )
 def test_units_of_scheduling_and_hashing(name: str, units: tuple[int, int]) -> None:
-    example = EXAMPLES[name]
-    got = plan(
-        example.model,
-        example.gib,
-        example.max_model_len,
-        example.max_num_batched_tokens,
-        **example.limits,
-    )
+    got = EXAMPLES[name].plan()
     assert (got.scheduler_block_size, got.hash_block_size) == units
 
 
