@@ -128,7 +128,7 @@ def test_the_index_knows_what_the_manager_would_find(
     assert hits > 50
 
 
-@pytest.mark.parametrize("semantics", [CORRECTED, VLLM], ids=["corrected", "vllm"])
+@both
 def test_boundaries_inside_blocks_do_not_mislead(semantics: kvyard.Semantics) -> None:
     """Case C17: blocks of 1,536 tokens, keys every 128; prompts end inside the second block."""
     rule = str(semantics.removal_event)
@@ -156,7 +156,7 @@ def test_boundaries_inside_blocks_do_not_mislead(semantics: kvyard.Semantics) ->
     [boundary_store] = last.events
     assert isinstance(boundary_store, BlockStored)
     assert boundary_store.group_block_size == 1536
-    assert boundary_store.block_size == (128 if semantics == VLLM else 1408)
+    assert boundary_store.block_size == (1408 if semantics == CORRECTED else 128)
 
 
 def test_sglang_workers() -> None:
