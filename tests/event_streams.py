@@ -143,9 +143,12 @@ class LossyTransport(ZmqTransport):
 
 @contextmanager
 def lossy_stream(
-    is_lost: Callable[[int], bool], buffer_steps: int, live_set: LiveSet | bool
+    is_lost: Callable[[int], bool],
+    buffer_steps: int,
+    live_set: LiveSet | bool,
+    start_sequence: int = 0,
 ) -> Iterator[tuple[EventPublisher, EventSubscription]]:
-    """A publisher from number 0 on, some of whose messages are lost, and who follows it.
+    """A publisher some of whose messages are lost, and who follows it.
 
     What is lost can be asked for: by number, and with a live set as a dump.
     """
@@ -153,7 +156,10 @@ def lossy_stream(
     with ExitStack() as stack:
         publisher = stack.enter_context(
             EventPublisher(
-                transport, buffer_steps=buffer_steps, live_set=live_set, start_sequence=0
+                transport,
+                buffer_steps=buffer_steps,
+                live_set=live_set,
+                start_sequence=start_sequence,
             )
         )
         server = ReplayServer(

@@ -275,6 +275,39 @@ def test_a_replay_endpoint_that_is_silent_costs_its_time_only() -> None:
         assert subscription.num_failed_requests == 4
 
 
+def test_the_first_batch_may_be_lost_to_who_was_there_before_it() -> None:
+    with following(Engine025()) as (engine, subscription):
+        assert subscription.receive(0.01) is None
+        engine.send(0, block(0), lost=True)
+        engine.send(1, block(1))
+        assert told(take(subscription, 2)) == [(0, REPLAY, 0), (1, REPLAY, 0)]
+        assert subscription.is_complete
+        assert counters(subscription) == {
+            "num_received": 2,
+            "num_gaps": 1,
+            "num_replayed": 2,
+            "num_duplicates": 1,
+        }
+
+
+def test_the_first_numbers_of_a_clock_may_be_lost() -> None:
+    with lossy_stream(lambda sequence: sequence < 1_001, 1000, False, 1_000) as (
+        publisher,
+        subscription,
+    ):
+        assert subscription.receive(0.01) is None
+        publisher.publish(batch_of(0))  # 1000 clears
+        publisher.publish(batch_of(1))
+        items = take(subscription, 3)
+        assert [(item.sequence, item.num_lost) for item in items] == [
+            (1_000, 0),
+            (1_001, 0),
+            (1_002, 0),
+        ]
+        assert subscription.is_complete
+        assert (subscription.num_gaps, subscription.num_restarts) == (1, 0)
+
+
 # ---------------------------------------------------------------------------------------- restarts
 
 

@@ -129,6 +129,8 @@ class EventSubscription:
         self._waiting: deque[_Waiting] = deque()
         self._next: int | None = None
         """The number that should come next; None: any."""
+        self._came_first = False
+        """Whether nothing had been published when the publisher was asked."""
         self._last_live = -1
         self._recovered_until = float("-inf")
         """Publisher's time up to which recovered batches reach."""
@@ -193,8 +195,10 @@ class EventSubscription:
             if self._next is not None:
                 self._recover(self._client, self._next)
             elif not self._take_dump(self._client):
-                for sequence, payload in self._client.replay(0):
-                    self._append(sequence, payload, BatchSource.REPLAY)
+                num_failed = self._client.num_failed
+                batches = self._client.replay(0)
+                self._append_replayed(batches)
+                self._came_first = not batches and self._client.num_failed == num_failed
 
     def close(self) -> None:
         """End the iteration and close the socket; harmless twice, allowed from any thread."""
@@ -244,7 +248,7 @@ class EventSubscription:
             self._recovered_until = float("-inf")
             if self._client is not None and sequence > 0:
                 self._recover(self._client, sequence)
-        elif self._next is not None and sequence > self._next and not _is_cleared_first(payload):
+        elif self._skips(sequence) and not _is_cleared_first(payload):
             self.num_gaps += 1
             if self._client is not None:
                 self._recover(self._client, sequence)
@@ -253,6 +257,12 @@ class EventSubscription:
             self._append(sequence, payload, BatchSource.LIVE)
         else:
             self.num_duplicates += 1
+
+    def _skips(self, sequence: int) -> bool:
+        """Whether a number tells that others before it are missing."""
+        if self._next is None:
+            return self._came_first and sequence > 0
+        return sequence > self._next
 
     def _began_anew(self, sequence: int, payload: bytes) -> bool:
         """Whether a number lower than expected is a new beginning, not a recovered batch again.
