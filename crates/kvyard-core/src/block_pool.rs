@@ -290,8 +290,8 @@ impl BlockPool {
         ))
     }
 
-    /// For each group the earliest copy of a hash (with the fingerprint, if one is asked for), appended to `found`; false, and nothing appended,
-    /// if any group misses. Touches nothing.
+    /// For each group the earliest copy of a hash (with the fingerprint, if one is asked for), appended
+    /// to `found`; false, and nothing appended, if any group misses. Touches nothing.
     #[inline]
     pub fn get_cached_block(
         &self,
@@ -299,12 +299,25 @@ impl BlockPool {
         groups: &[GroupId],
         found: &mut Vec<BlockId>,
     ) -> bool {
+        self.get_guessed_block(sought, groups, &[], found)
+    }
+
+    /// The same with guesses of the first groups' entries.
+    #[inline]
+    pub(crate) fn get_guessed_block(
+        &self,
+        sought: SoughtBlock<'_>,
+        groups: &[GroupId],
+        guesses: &[u32],
+        found: &mut Vec<BlockId>,
+    ) -> bool {
         // One thread at a time: a plain increment, not a locked one.
         #[cfg(feature = "testing")]
         self.num_probes.store(self.num_probes() + 1, Ordering::Relaxed);
         let before = found.len();
-        for group in groups {
-            if let Some(block) = self.prefix.find_block(sought, *group) {
+        for (k, group) in groups.iter().enumerate() {
+            let guess = guesses.get(k).copied();
+            if let Some(block) = self.prefix.find_block(sought, *group, guess) {
                 found.push(block);
             } else {
                 found.truncate(before);
@@ -314,7 +327,7 @@ impl BlockPool {
         true
     }
 
-    /// How many positions were ever looked up with `get_cached_block`: what lookups cost.
+    /// How many positions were ever looked up: what lookups cost.
     #[cfg(feature = "testing")]
     pub fn num_probes(&self) -> u64 {
         self.num_probes.load(Ordering::Relaxed)

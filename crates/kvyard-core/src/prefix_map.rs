@@ -167,10 +167,31 @@ impl PrefixMap {
         self.find(&words(hash), tag(group)).map(|entry| self.block_of(entry))
     }
 
-    /// The earliest inserted copy that is what is sought: others with the same hash are passed over.
+    /// The entry that has a key, if any has it; 0 if surely none has. Hashes are not compared.
+    ///
+    /// Whoever looks for many keys guesses a few at a time: no guess waits for another, so that the
+    /// processor fetches what lies in memory for all of them at once.
     #[inline]
-    pub fn find_block(&self, sought: SoughtBlock<'_>, group: GroupId) -> Option<BlockId> {
-        let mut entry = self.find(&words(sought.hash), tag(group))?;
+    pub(crate) fn guess(&self, hash: &BlockHash, group: GroupId) -> u32 {
+        let entry = self.first_copy.find(table_hash(&words(hash), tag(group)), |_| true);
+        entry.copied().unwrap_or(0)
+    }
+
+    /// The earliest inserted copy that is what is sought: others with the same hash are passed over.
+    /// `guess` comes from [`Self::guess`], if anybody made one.
+    #[inline]
+    pub(crate) fn find_block(
+        &self,
+        sought: SoughtBlock<'_>,
+        group: GroupId,
+        guess: Option<u32>,
+    ) -> Option<BlockId> {
+        let (hash, group_tag) = (words(sought.hash), tag(group));
+        let mut entry = match guess {
+            Some(0) => return None,
+            Some(guess) if self.has_key(guess, &hash, group_tag) => guess,
+            _ => self.find(&hash, group_tag)?,
+        };
         if let Some(fingerprint) = sought.fingerprint {
             while self.fingerprint[entry as usize] != fingerprint {
                 entry = Some(self.younger[entry as usize]).filter(|next| *next != 0)?;
@@ -188,10 +209,9 @@ impl PrefixMap {
     pub fn carries(&self, block: BlockId, sought: SoughtBlock<'_>, group: GroupId) -> bool {
         let (hash, group_tag) = (words(sought.hash), tag(group));
         let is_sought = |entry: u32| {
-            let at = entry as usize;
-            self.hash[at] == hash
-                && self.group_tag[at] == group_tag
-                && sought.fingerprint.is_none_or(|wanted| self.fingerprint[at] == wanted)
+            let fingerprint = || self.fingerprint[entry as usize];
+            self.has_key(entry, &hash, group_tag)
+                && sought.fingerprint.is_none_or(|wanted| fingerprint() == wanted)
         };
         is_sought(block.0) || self.alias_entries(block).any(is_sought)
     }
@@ -305,11 +325,14 @@ impl PrefixMap {
     #[inline]
     fn find(&self, hash: &Words, group_tag: u16) -> Option<u32> {
         self.first_copy
-            .find(table_hash(hash, group_tag), |entry| {
-                let entry = *entry as usize;
-                self.hash[entry] == *hash && self.group_tag[entry] == group_tag
-            })
+            .find(table_hash(hash, group_tag), |entry| self.has_key(*entry, hash, group_tag))
             .copied()
+    }
+
+    #[inline]
+    fn has_key(&self, entry: u32, hash: &Words, group_tag: u16) -> bool {
+        let entry = entry as usize;
+        self.hash[entry] == *hash && self.group_tag[entry] == group_tag
     }
 
     #[inline]
@@ -400,28 +423,24 @@ impl PrefixMap {
         let at = entry as usize;
         let (hash, group_tag) = (self.hash[at], self.group_tag[at]);
         let (younger, older) = (self.younger[at], self.older[at]);
-        let first = self.find(&hash, group_tag).expect("I6: a keyed entry is in the map");
-        let mut was_last_copy = false;
-        if first != entry {
-            self.younger[older as usize] = younger;
-            match younger {
-                0 => self.older[first as usize] = if older == first { 0 } else { older },
-                _ => self.older[younger as usize] = older,
-            }
-        } else if younger == 0 {
-            let found = self
-                .first_copy
-                .find_entry(table_hash(&hash, group_tag), |other| *other == entry)
-                .map(hashbrown::hash_table::OccupiedEntry::remove);
-            assert!(found.is_ok(), "I6: a keyed entry is in the map");
-            was_last_copy = true;
+        let slot = table_hash(&hash, group_tag);
+        let was_last_copy = younger == 0 && older == 0;
+        if was_last_copy {
+            let found = self.first_copy.find_entry(slot, |other| *other == entry);
+            found.expect("I6: a keyed entry is in the map").remove();
         } else {
-            let slot = self
-                .first_copy
-                .find_mut(table_hash(&hash, group_tag), |other| *other == entry)
-                .expect("I6: a keyed entry is in the map");
-            *slot = younger;
-            self.older[younger as usize] = if older == younger { 0 } else { older };
+            let first = self.find(&hash, group_tag).expect("I6: a keyed entry is in the map");
+            if first == entry {
+                let first = self.first_copy.find_mut(slot, |other| *other == entry);
+                *first.expect("I6: a keyed entry is in the map") = younger;
+                self.older[younger as usize] = if older == younger { 0 } else { older };
+            } else {
+                self.younger[older as usize] = younger;
+                match younger {
+                    0 => self.older[first as usize] = if older == first { 0 } else { older },
+                    _ => self.older[younger as usize] = older,
+                }
+            }
         }
         self.younger[at] = 0;
         self.older[at] = 0;

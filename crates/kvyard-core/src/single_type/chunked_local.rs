@@ -38,9 +38,7 @@ pub(crate) fn find_longest_cache_hit(
         let first = chunk_start(max_length);
         hit.restart(first as usize);
         let end = hashes.len().min((max_length / lookup.block_size) as usize);
-        let _ = (first as usize..end)
-            .take_while(|at| hit.push(pool, hashes.sought(*at), lookup.groups))
-            .count();
+        hit.extend(pool, hashes, first as usize..end, lookup.groups);
         hit.pop_until(|blocks| lookup.is_aligned(blocks), 0);
         let aligned = length(hit.num_blocks()) * lookup.block_size;
         // The only alignment that 0.25.1 knows is the block size, which cuts nothing back.

@@ -15,9 +15,7 @@ pub(crate) fn find_longest_cache_hit(
     lookup: &Lookup<'_>,
 ) -> PrefixHit {
     let mut hit = PrefixHit::new(lookup.groups.len());
-    let _ = (0..hashes.len().min(lookup.max_blocks()))
-        .take_while(|block| hit.push(pool, hashes.sought(*block), lookup.groups))
-        .count();
+    hit.extend(pool, hashes, 0..hashes.len().min(lookup.max_blocks()), lookup.groups);
     hit.pop_until(|blocks| lookup.is_aligned(blocks), usize::from(lookup.drop_last));
     hit
 }

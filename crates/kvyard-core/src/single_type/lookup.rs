@@ -1,8 +1,10 @@
 //! What a lookup asks of one group, or of several groups of one specification, and what it finds.
 
+use std::ops::Range;
+
 use crate::block_pool::BlockPool;
+use crate::caching::MergedBlockHashes;
 use crate::id::{BlockId, GroupId, NULL_BLOCK};
-use crate::prefix_map::SoughtBlock;
 
 /// One question to the groups of one specification.
 #[derive(Clone, Copy, Debug)]
@@ -51,15 +53,37 @@ impl PrefixHit {
         self.columns.clear();
     }
 
-    /// Adds the next position; false, and nothing added, if any group misses.
+    /// Adds positions, up to the first that any group misses; how many were added.
     #[inline]
-    pub(crate) fn push(
+    pub(crate) fn extend(
         &mut self,
         pool: &BlockPool,
-        sought: SoughtBlock<'_>,
+        hashes: MergedBlockHashes<'_>,
+        positions: Range<usize>,
         groups: &[GroupId],
-    ) -> bool {
-        pool.get_cached_block(sought, groups, &mut self.columns)
+    ) -> usize {
+        /// Guesses at a time: about as many fetches from memory as a processor has under way.
+        const GUESSES: usize = 8;
+        let mut at = positions.start;
+        // What misses mostly misses at once, so the first position is asked for alone.
+        let mut end = at + 1;
+        while at < positions.end {
+            end = end.min(positions.end);
+            let keys = (at..end).flat_map(|at| groups.iter().map(move |group| (at, *group)));
+            let mut guesses = [0; GUESSES];
+            for (guess, (at, group)) in guesses.iter_mut().zip(keys) {
+                *guess = pool.prefix.guess(hashes.get(at), group);
+            }
+            for guesses in guesses.chunks(groups.len()).take(end - at) {
+                let sought = hashes.sought(at);
+                if !pool.get_guessed_block(sought, groups, guesses, &mut self.columns) {
+                    return at - positions.start;
+                }
+                at += 1;
+            }
+            end = at + (GUESSES / groups.len()).max(1);
+        }
+        at - positions.start
     }
 
     pub(crate) fn num_blocks(&self) -> usize {

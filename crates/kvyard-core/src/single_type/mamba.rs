@@ -99,7 +99,7 @@ pub(crate) fn find_longest_cache_hit(
     let end = hashes.len().min(lookup.max_blocks());
     for last in (0..end).rev().filter(|last| lookup.is_aligned(last + 1)) {
         hit.restart(last);
-        if hit.push(pool, hashes.sought(last), lookup.groups) {
+        if hit.extend(pool, hashes, last..last + 1, lookup.groups) > 0 {
             return hit;
         }
     }

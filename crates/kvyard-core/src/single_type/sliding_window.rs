@@ -51,15 +51,14 @@ pub(crate) fn find_longest_cache_hit(
             break;
         };
         hit.restart(first);
-        match (first..=last).find(|at| !hit.push(pool, hashes.sought(*at), lookup.groups)) {
-            None => {
-                if lookup.drop_last {
-                    hit.pop_until(|blocks| lookup.is_aligned(blocks), 1);
-                }
-                return hit;
+        let missing = first + hit.extend(pool, hashes, first..last + 1, lookup.groups);
+        if missing > last {
+            if lookup.drop_last {
+                hit.pop_until(|blocks| lookup.is_aligned(blocks), 1);
             }
-            Some(missing) => below = missing,
+            return hit;
         }
+        below = missing;
     }
     prefix(pool, hashes, lookup, below, is_edge)
 }
@@ -74,8 +73,7 @@ fn prefix(
 ) -> PrefixHit {
     let mut hit = PrefixHit::new(lookup.groups.len());
     hit.restart(0);
-    let cached =
-        (0..below).take_while(|at| hit.push(pool, hashes.sought(*at), lookup.groups)).count();
+    let cached = hit.extend(pool, hashes, 0..below, lookup.groups);
     let blocks = (0..cached).rev().find(|last| is_edge(*last)).map_or(0, |last| last + 1);
     hit.truncate(blocks);
     hit.pop_until(|blocks| lookup.is_aligned(blocks), 0);
