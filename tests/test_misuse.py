@@ -298,6 +298,28 @@ def test_refused_and_unchanged(misuse: Misuse) -> None:
     world.manager.validate()
 
 
+def test_touch_says_what_became_of_the_block() -> None:  # 20
+    world = World()
+    world.manager.evict_blocks([6])
+    fates = {20: "never allocated", 6: "evicted, or never cached"}
+    for block, fate in fates.items():
+        with pytest.raises(kvyard.StaleBlockError) as raised:
+            world.pool.touch(world.blocks(block))
+        assert str(raised.value) == (
+            f"block {block} cannot be touched: nobody holds it, and it was {fate}; look up again"
+        )
+
+
+def test_a_stale_hit_names_block_and_request() -> None:  # 21
+    world = World()
+    world.evict_from_hit()
+    with pytest.raises(kvyard.StaleBlockError) as raised:
+        world.use_hit(world.hit)
+    assert str(raised.value) == (
+        'block 5 of the hit for request "fresh" was evicted since the lookup; look up again'
+    )
+
+
 def test_digest_sees_changes() -> None:
     world = World()
     seen = {world.digests()}

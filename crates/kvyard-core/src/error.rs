@@ -57,15 +57,14 @@ pub enum KVCacheError {
     },
     /// `StaleBlockError`: the block was re-allocated, or lost its key, since the result that names
     /// it was made. Look up again.
-    #[error(
-        "block {block} of the hit for request {request:?} was {what} since the lookup; look up again"
-    )]
+    #[error("block {block} {}; look up again", stale(request.as_deref(), what))]
     StaleBlock {
         /// The block.
         block: BlockId,
-        /// Who wanted to use it.
-        request: String,
-        /// "re-allocated", "evicted" or "never cached".
+        /// The request that the hit was for; none where `touch` names the block.
+        request: Option<String>,
+        /// What happened to it: "re-allocated" or "evicted"; where `touch` names it "evicted, or never
+        /// cached" or "never allocated".
         what: &'static str,
     },
     /// `ForeignBlockError`: a block of another pool.
@@ -118,6 +117,14 @@ pub enum KVCacheError {
 /// Whether misuse is looked for. Always, but in a build with `--cfg kvyard_unchecked`, which is never
 /// shipped: `benches/checks.sh` measures with it what the checks cost.
 pub(crate) const CHECKED: bool = !cfg!(kvyard_unchecked);
+
+/// Why a block cannot be used any more, as the middle of a sentence.
+fn stale(request: Option<&str>, what: &str) -> String {
+    match request {
+        Some(request) => format!("of the hit for request {request:?} was {what} since the lookup"),
+        None => format!("cannot be touched: nobody holds it, and it was {what}"),
+    }
+}
 
 impl KVCacheError {
     /// An `InvalidArgument`. Cold, so that what leads to it stays out of the way of right calls.

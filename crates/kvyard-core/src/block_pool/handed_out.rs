@@ -45,8 +45,12 @@ impl BlockPool {
             if !block.is_null() && self.ref_cnt(*block) == 0 && !self.prefix.is_cached(*block) {
                 return Err(KVCacheError::StaleBlock {
                     block: *block,
-                    request: String::from("(touch)"),
-                    what: if self.was_ever_allocated(*block) { "evicted" } else { "never cached" },
+                    request: None,
+                    what: if self.was_ever_allocated(*block) {
+                        "evicted, or never cached"
+                    } else {
+                        "never allocated"
+                    },
                 });
             }
         }

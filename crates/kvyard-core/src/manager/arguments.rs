@@ -161,7 +161,7 @@ impl KVCacheManager {
                 (None, 0) => "evicted",
                 _ => "re-allocated",
             };
-            let request = call.request.request_id.into();
+            let request = Some(call.request.request_id.into());
             return Err(KVCacheError::StaleBlock { block, request, what });
         }
         match key {

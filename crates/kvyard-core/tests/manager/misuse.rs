@@ -72,13 +72,16 @@ fn row_21_a_stale_hit() {
     world.manager.pool_mut().evict_blocks(&[BlockId(2)]).unwrap();
     let error = refused(&mut world, "B", 1, with(&hit));
     let expected =
-        KVCacheError::StaleBlock { block: BlockId(2), request: "B".into(), what: "evicted" };
+        KVCacheError::StaleBlock { block: BlockId(2), request: Some("B".into()), what: "evicted" };
     assert_eq!(error, expected);
     // Now block 2 belongs to C, and is cached again under C's key.
     assert_eq!(world.start("C", 100..108), [3, 2]);
     let error = refused(&mut world, "B", 1, with(&hit));
-    let expected =
-        KVCacheError::StaleBlock { block: BlockId(2), request: "B".into(), what: "re-allocated" };
+    let expected = KVCacheError::StaleBlock {
+        block: BlockId(2),
+        request: Some("B".into()),
+        what: "re-allocated",
+    };
     assert_eq!(error, expected);
     // Freed and cached it is still another's.
     world.free("C");
