@@ -20,7 +20,6 @@ from kvyard.planning.block_sizes import (
     generate_scheduler_kv_cache_config,
     resolve_kv_cache_block_sizes,
 )
-from kvyard.planning.config import PlanningConfig
 from kvyard.planning.grouping import (
     get_kv_cache_groups,
     is_kv_cache_spec_uniform,
@@ -37,6 +36,7 @@ from kvyard.planning.memory import (
 from kvyard.planning.page_size import unify_kv_cache_spec_page_size
 from kvyard.planning.plan import Plan, get_kv_cache_configs, plan_kv_cache
 from kvyard.planning.tensors import bytes_per_block, get_kv_cache_config_from_groups
+from kvyard.specs.planning_config import PlanningConfig
 
 __all__ = [
     "Plan",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvyard.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-    from kvyard.planning.config import PlanningConfig
+    from kvyard.specs.planning_config import PlanningConfig
 
 
 def generate_scheduler_kv_cache_config(kv_cache_configs: Sequence[KVCacheConfig]) -> KVCacheConfig:

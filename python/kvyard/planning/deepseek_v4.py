@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, cast
 
 from kvyard.errors import InvalidArgumentError, PlanningError
 from kvyard.kv_cache_interface import KVCacheGroupSpec
-from kvyard.specs.base import GroupMerge, KVCacheSpec, divide_up, with_padding
+from kvyard.specs.base import KVCacheSpec, divide_up, with_padding
 from kvyard.specs.full_attention import MLAAttentionSpec
 from kvyard.specs.uniform import UniformTypeKVCacheSpecs
 from kvyard.specs.windowed import SlidingWindowMLASpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from kvyard.specs.planning_config import GroupMerge
 
 _Windows = dict[str, SlidingWindowMLASpec]
 

@@ -17,14 +17,14 @@ from kvyard.planning.page_size import (
     split_hidden_states,
     unify_kv_cache_spec_page_size,
 )
-from kvyard.specs.base import GroupMerge, KVCacheSpec, divide_up
+from kvyard.specs.base import KVCacheSpec, divide_up
 from kvyard.specs.full_attention import FullAttentionSpec
 from kvyard.specs.uniform import UniformTypeKVCacheSpecs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvyard.planning.config import PlanningConfig
+    from kvyard.specs.planning_config import GroupMerge, PlanningConfig
 
 _Specs = dict[str, KVCacheSpec]
 

@@ -28,8 +28,8 @@ from kvyard.specs.uniform import UniformTypeKVCacheSpecs
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvyard.planning.config import PlanningConfig
     from kvyard.specs.base import KVCacheSpec
+    from kvyard.specs.planning_config import PlanningConfig
 
     _Specs = Mapping[str, KVCacheSpec]
     _Groups = list[KVCacheGroupSpec]

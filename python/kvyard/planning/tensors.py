@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvyard.kv_cache_interface import KVCacheGroupSpec
-    from kvyard.planning.config import PlanningConfig
+    from kvyard.specs.planning_config import PlanningConfig
 
     _Groups = Sequence[KVCacheGroupSpec]
 

@@ -10,17 +10,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from kvyard.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from kvyard.planning.config import PlanningConfig
-
-# Two literals rather than one of two values: mypy's stubtest takes both for a union.
-GroupMerge: TypeAlias = Literal["layer_order"] | Literal["order_independent"]
+    from kvyard.specs.planning_config import GroupMerge, PlanningConfig
 
 _ELEMENT_SIZES = {
     "float64": 8,

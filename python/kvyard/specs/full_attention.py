@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 from kvyard.errors import ConfigError, PlanningError
 from kvyard.specs.base import (
     AttentionSpec,
-    GroupMerge,
     KVCacheSpec,
     KVQuantMode,
     divide_up,
@@ -22,7 +21,7 @@ from kvyard.specs.base import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvyard.planning.config import PlanningConfig
+    from kvyard.specs.planning_config import GroupMerge, PlanningConfig
 
 # Bytes of one stored row in the two layouts of `fp8_ds_mla`, which fix their own padding.
 DEEPSEEK_V4_ROW_BYTES = 584

@@ -16,7 +16,7 @@ from kvyard.specs.base import (
 )
 
 if TYPE_CHECKING:
-    from kvyard.planning.config import PlanningConfig
+    from kvyard.specs.planning_config import PlanningConfig
 
 _MAMBA_CACHE_MODES = ("none", "all", "align")
 

@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from kvyard.specs.base import GroupMerge, KVCacheSpec
+from kvyard.specs.base import KVCacheSpec
 from kvyard.specs.windowed import SlidingWindowSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvyard.planning.config import PlanningConfig
+    from kvyard.specs.planning_config import GroupMerge, PlanningConfig
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 from kvyard.errors import ConfigError
 from kvyard.specs.base import (
     AttentionSpec,
-    GroupMerge,
     KVCacheSpec,
     KVQuantMode,
     divide_up,
@@ -28,7 +27,7 @@ from kvyard.specs.full_attention import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvyard.planning.config import PlanningConfig
+    from kvyard.specs.planning_config import GroupMerge, PlanningConfig
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
-"""What the planner plans for: limits of the engine, and whose decisions to take."""
+"""What caches are planned for: limits of the engine, and whose decisions to take."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal, TypeAlias
 
 from kvyard._kvyard import Semantics
 from kvyard.errors import ConfigError
 
-if TYPE_CHECKING:
-    from kvyard.specs.base import GroupMerge
+# Two literals rather than one of two values: mypy's stubtest takes both for a union.
+GroupMerge: TypeAlias = Literal["layer_order"] | Literal["order_independent"]
 
 _MAMBA_CACHE_MODES = (None, "none", "all", "align")
 
