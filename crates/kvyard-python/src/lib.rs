@@ -5,6 +5,7 @@
 #![expect(clippy::doc_markdown, reason = "these texts are Python docstrings")]
 
 mod batch_writer;
+mod block_hasher;
 mod blocks;
 mod config;
 mod convert;
