@@ -17,7 +17,7 @@ use crate::event_batch::{BatchHeader, event_filter, take_event_batch};
 use crate::events::{take_events, use_int_block_hashes};
 use crate::lease::{BlockLease, LostLease};
 use crate::metrics::KVCacheMetricsCollector;
-use crate::pool::{BlockPool, evicted_ids, invariant_error, state_digest, validate};
+use crate::pool::{BlockPool, evict_blocks, invariant_error, state_digest, validate};
 use crate::request::RequestArgument;
 use crate::results::{CacheHit, PrefixCacheStats};
 use crate::semantics::Semantics;
@@ -389,9 +389,7 @@ impl KVCacheManager {
 
     /// Takes all keys from blocks, in the order of the ids; references stay.
     fn evict_blocks(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        let ids = evicted_ids(block_ids)?;
-        let work = |core: &mut Core| core.pool_mut().evict_blocks(&ids);
-        self.shared.with_sized(block_ids.py(), ids.len(), work)?.or_python()
+        evict_blocks(&self.shared, block_ids)
     }
 
     /// Offers the blocks that a request's first tokens fill to the prefix cache.

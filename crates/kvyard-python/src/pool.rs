@@ -57,11 +57,6 @@ fn group_id(group: i64) -> PyResult<GroupId> {
     })
 }
 
-/// The ids of `evict_blocks`, in the order in which they come.
-pub(crate) fn evicted_ids(block_ids: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
-    block_ids.try_iter()?.map(|block| Ok(BlockId(count("block_ids", block?.extract()?)?))).collect()
-}
-
 #[pymethods]
 impl BlockPool {
     #[new]
@@ -293,9 +288,7 @@ impl BlockPool {
 
     /// Takes all keys from blocks, in the order of the ids; references stay.
     fn evict_blocks(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        let ids = evicted_ids(block_ids)?;
-        let work = |core: &mut Core| core.pool_mut().evict_blocks(&ids);
-        self.shared.with_sized(block_ids.py(), ids.len(), work)?.or_python()
+        evict_blocks(&self.shared, block_ids)
     }
 
     /// Forgets the prefix cache, if no block is held. Whether it did.
@@ -348,6 +341,15 @@ impl BlockPool {
     fn __repr__(&self) -> String {
         format!("BlockPool(num_gpu_blocks={})", self.shared.num_blocks)
     }
+}
+
+/// Takes all keys from blocks, in the order in which their ids come.
+pub(crate) fn evict_blocks(shared: &Shared, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+    let id = |block: Bound<'_, PyAny>| Ok(BlockId(count("block_ids", block.extract()?)?));
+    let ids: Vec<BlockId> =
+        block_ids.try_iter()?.map(|block| id(block?)).collect::<PyResult<_>>()?;
+    let work = |core: &mut Core| core.pool_mut().evict_blocks(&ids);
+    shared.with_sized(block_ids.py(), ids.len(), work)?.or_python()
 }
 
 pub(crate) fn validate(py: Python<'_>, shared: &Shared) -> PyResult<()> {
