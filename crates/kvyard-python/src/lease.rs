@@ -61,7 +61,7 @@ impl BlockLease {
         &self,
         py: Python<'_>,
         to: &Shared,
-        work: impl FnOnce(&mut Core, CoreLease) -> Result<(), (KVCacheError, CoreLease)>,
+        work: impl FnOnce(&mut Core, CoreLease) -> Result<(), (KVCacheError, CoreLease)> + Send,
     ) -> PyResult<()> {
         let mut state = self.state();
         let Leased { request_id, ids, ends } = &*self.leased;
@@ -75,7 +75,7 @@ impl BlockLease {
         // Whatever goes wrong, the lease stays what it was: what `work` refuses comes back, and a
         // core that is poisoned gives nothing back any more.
         match std::mem::replace(&mut *state, State::Released) {
-            State::Held(lease) => match to.with(py, |core| work(core, lease)) {
+            State::Held(lease) => match to.with_sized(py, ids.len(), |core| work(core, lease)) {
                 Ok(Ok(())) => {}
                 Ok(Err((error, lease))) => {
                     *state = State::Held(lease);
@@ -87,7 +87,7 @@ impl BlockLease {
                 }
             },
             State::Counted => {
-                let freed = to.with(py, |core| {
+                let freed = to.with_sized(py, ids.len(), |core| {
                     let request = Some(request_id.clone());
                     let lease =
                         core.pool_mut().lease_counted(ids.clone(), ends.clone(), request)?;
@@ -120,12 +120,14 @@ impl BlockLease {
                 return Ok(());
             }
         };
-        let dissolved = self.objects.shared.with(py, |core| core.pool_mut().dissolve(lease))?;
+        let shared = &self.objects.shared;
+        let dissolve = |core: &mut Core| core.pool_mut().dissolve(lease);
+        let dissolved = shared.with_sized(py, self.leased.ids.len(), dissolve)?;
         if let Err((error, lease)) = dissolved {
             *state = State::Held(lease);
             return Err(to_python(&error));
         }
-        self.objects.shared.open_leases().held.remove(&self.number);
+        shared.open_leases().held.remove(&self.number);
         Ok(())
     }
 }
@@ -345,5 +347,7 @@ pub(crate) fn reclaim(py: Python<'_>, objects: &BlockObjects, lost: &LostLease) 
             "the lost lease of request {request_id:?} was reclaimed already; nothing was freed"
         )));
     };
-    shared.try_with(py, |core| core.manager().free_popped(lease).map_err(|(error, _)| error))
+    let freed =
+        shared.with_sized(py, lost.leased.ids.len(), |core| core.manager().free_popped(lease))?;
+    freed.map_err(|(error, _)| to_python(&error))
 }

@@ -18,7 +18,7 @@ use crate::events::{take_events, use_int_block_hashes};
 use crate::lease::{BlockLease, LostLease};
 use crate::metrics::KVCacheMetricsCollector;
 use crate::pool::{BlockPool, evict_blocks, invariant_error, state_digest, validate};
-use crate::request::RequestArgument;
+use crate::request::{NamedRequest, RequestArgument};
 use crate::results::{CacheHit, PrefixCacheStats};
 use crate::semantics::Semantics;
 use crate::shared::{Core, Shared, fingerprint_key};
@@ -60,6 +60,8 @@ pub(crate) struct KVCacheManager {
     #[pyo3(get)]
     watermark_blocks: u32,
     kinds: Vec<AttentionKind>,
+    /// Tokens that a block of the group with the smallest blocks holds.
+    smallest_block: u32,
     use_int_block_hashes: bool,
 }
 
@@ -74,6 +76,17 @@ impl KVCacheManager {
 
     fn with<R>(&self, py: Python<'_>, work: impl FnOnce(&mut CoreManager) -> R) -> PyResult<R> {
         self.shared.with(py, |core| work(core.manager()))
+    }
+
+    /// About as many blocks as a request holds: what its tokens fill, or what the core says of a request
+    /// that is not ours. Tells long work from short, no more.
+    #[inline]
+    fn num_blocks_of(&self, py: Python<'_>, request: &NamedRequest<'_>) -> usize {
+        if let Some(tokens) = request.num_tokens {
+            return tokens / self.smallest_block as usize * self.num_kv_cache_groups;
+        }
+        let held = self.shared.run(py, |core| core.manager().num_blocks_held(request.name));
+        held.unwrap_or(0) // a poisoned core says so in the call that follows
     }
 
     fn look_up(&self, request: &Bound<'_, PyAny>) -> PyResult<CoreHit> {
@@ -131,6 +144,12 @@ impl KVCacheManager {
             Some(value) => positive(field, value),
             None => Ok(default),
         };
+        let smallest_block = groups
+            .iter()
+            .map(|group| group.spec.block_size)
+            .min()
+            .unwrap_or(1)
+            .saturating_mul(ranks);
         let kinds: Vec<AttentionKind> = groups.iter().map(|group| group.spec.kind).collect();
         let config = KVCacheManagerConfig {
             num_blocks: positive("num_blocks", &kv_cache_config.getattr("num_blocks")?)?,
@@ -182,6 +201,7 @@ impl KVCacheManager {
             num_kv_cache_groups: kinds.len(),
             watermark_blocks,
             kinds,
+            smallest_block,
             use_int_block_hashes: use_int_block_hashes(),
         })
     }
@@ -331,27 +351,31 @@ impl KVCacheManager {
         let py = request.py();
         let written =
             num_written_tokens.map(|tokens| count("num_written_tokens", tokens)).transpose()?;
-        RequestArgument::name(request)?.with(|name, row| {
-            self.shared.try_with(py, |core| {
+        RequestArgument::name(request)?.with(|request| {
+            let size = self.num_blocks_of(py, &request);
+            let freed = self.shared.with_sized(py, size, |core| {
+                let manager = core.manager();
                 if let Some(written) = written {
-                    return core.manager().free_written(name, row, written);
+                    return manager.free_written(request.name, request.row_hint, written);
                 }
-                core.manager().free(name, row);
+                manager.free(request.name, request.row_hint);
                 Ok(())
-            })
+            })?;
+            freed.or_python()
         })
     }
 
     /// Gives up a request and keeps its blocks held until the lease is given back.
     fn pop_blocks_for_free(&self, request: &Bound<'_, PyAny>) -> PyResult<BlockLease> {
         let py = request.py();
-        let named = RequestArgument::name(request)?;
-        let (lease, name) = named.with(|name, row| {
-            let lease =
-                self.shared.try_with(py, |core| core.manager().pop_blocks_for_free(name, row));
-            (lease, name.to_owned())
-        });
-        Ok(BlockLease::new(lease?, self.objects.clone(), name))
+        let (lease, name) = RequestArgument::name(request)?.with(|request| {
+            let size = self.num_blocks_of(py, &request);
+            let lease = self.shared.with_sized(py, size, |core| {
+                core.manager().pop_blocks_for_free(request.name, request.row_hint)
+            })?;
+            PyResult::Ok((lease.or_python()?, request.name.to_owned()))
+        })?;
+        Ok(BlockLease::new(lease, self.objects.clone(), name))
     }
 
     /// Gives popped blocks back, in the order that the semantics say.

@@ -479,15 +479,29 @@ pub(crate) enum RequestName<'a, 'py> {
     Foreign(String),
 }
 
+/// What is lent of such a request.
+pub(crate) struct NamedRequest<'a> {
+    pub(crate) name: &'a str,
+    /// The row where it was seen last.
+    pub(crate) row_hint: Option<RequestRow>,
+    /// Its tokens, if it is ours.
+    pub(crate) num_tokens: Option<usize>,
+}
+
 impl RequestName<'_, '_> {
-    /// Lends the name to `work`, with the row where the request was seen last.
-    pub(crate) fn with<R>(&self, work: impl FnOnce(&str, Option<RequestRow>) -> R) -> R {
+    /// Lends the request to `work`.
+    #[inline]
+    pub(crate) fn with<R>(&self, work: impl FnOnce(NamedRequest<'_>) -> R) -> R {
         match self {
             Self::Native(request) => {
                 let core = request.get().core();
-                work(core.request_id(), request.get().row_hint())
+                work(NamedRequest {
+                    name: core.request_id(),
+                    row_hint: request.get().row_hint(),
+                    num_tokens: Some(core.num_tokens()),
+                })
             }
-            Self::Foreign(name) => work(name, None),
+            Self::Foreign(name) => work(NamedRequest { name, row_hint: None, num_tokens: None }),
         }
     }
 }

@@ -289,10 +289,7 @@ impl KVCacheManager {
         hint: Option<RequestRow>,
     ) -> Result<BlockLease> {
         let row = self.requests.find(request_id, hint);
-        let blocks = row.map_or(0, |row| {
-            let groups = self.managers.iter();
-            groups.map(|manager| self.tables.row(row, manager.group()).len()).sum()
-        });
+        let blocks = row.map_or(0, |row| self.row_length(row));
         let (mut ids, mut ends, mut name) = (Vec::new(), GroupEnds::new(), String::new());
         ids.make_room(blocks)?;
         ends.make_room(self.managers.len())?;
@@ -436,6 +433,16 @@ impl KVCacheManager {
         };
         let groups = self.managers.iter().map(|manager| self.tables.row(row, manager.group()));
         KVCacheBlocks::from_groups(groups, self.pool.id(), self.pool.epoch())
+    }
+
+    /// How many blocks a request has in all groups together, null blocks included; 0 for an unknown
+    /// request. That is what it costs to give the request up.
+    pub fn num_blocks_held(&self, request_id: &str) -> usize {
+        self.requests.find(request_id, None).map_or(0, |row| self.row_length(row))
+    }
+
+    fn row_length(&self, row: RequestRow) -> usize {
+        self.managers.iter().map(|manager| self.tables.row(row, manager.group()).len()).sum()
     }
 
     /// The blocks that a request's first `num_computed_tokens` tokens fill.
