@@ -18,6 +18,8 @@ mod live_set;
 mod manager;
 mod metrics;
 mod open_leases;
+#[cfg(test)]
+mod poisoned_tests;
 mod pool;
 mod prefix_index;
 mod request;
