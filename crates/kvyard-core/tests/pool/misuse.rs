@@ -124,8 +124,8 @@ fn row_20_a_free_plain_block_cannot_be_touched() {
     for blocks in [ids([2]), ids([1, 2])] {
         let error = refused(&mut pool, |pool| pool.touch(&blocks));
         assert!(matches!(error, KVCacheError::StaleBlock { block: BlockId(2), .. }), "{error}");
-        let text = "block 2 cannot be touched: nobody holds it, and it was evicted, or never cached; look \
-                    up again";
+        let text = "block 2 cannot be touched: nobody holds it, and it was never allocated; look up \
+                    again";
         assert_eq!(error.to_string(), text);
     }
 }
