@@ -17,6 +17,7 @@ from kvyard.events import (
     BlockRemoved,
     BlockStored,
     KVEventBatch,
+    LiveSet,
     WireFormat,
     decode_batch,
     encode_batch,
@@ -306,3 +307,36 @@ def test_a_manager_and_its_pool_take_turns() -> None:
         assert isinstance(event, kvyard.BlockStored)
         kinds.append(event.kv_cache_spec_kind)
     assert kinds == [None, "full_attention", None, "full_attention"]
+
+
+def test_a_dump_names_hashes_as_the_stream_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests stay digests, also those of blocks that nobody announced (masked groups)."""
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    manager = kvyard.KVCacheManager(
+        cache_config(100, full(16), sliding_window(4, 8)), 512, enable_kv_cache_events=True
+    )
+    admit(manager, make_request("r", range(60), 4))
+    payload = manager.take_event_batch(ts=7.5)
+    assert payload is not None
+    live_set = LiveSet()
+    assert live_set.latest_ts == 0.0
+    live_set.apply(payload)
+    assert live_set.latest_ts == 7.5
+
+    def follows(batches: list[bytes]) -> dict[Any, Any]:
+        """What each block follows, by its hash and group."""
+        followed: dict[Any, Any] = {}
+        for event in (event for batch in batches for event in decode_batch(batch).events):
+            assert isinstance(event, kvyard.BlockStored)
+            before = event.announced_parent_block_hash or event.parent_block_hash
+            for block_hash in event.block_hashes:
+                followed[block_hash, event.group_idx] = before
+                before = block_hash
+        return followed
+
+    told = follows([payload])
+    assert follows(live_set.dump(8.0)) == told
+    hashes = {block_hash for block_hash, _ in told} | set(told.values())
+    assert {type(block_hash) for block_hash in hashes} == {bytes, type(None)}
+    announced = {block_hash for block_hash, group in told if group == 1}
+    assert any(before not in announced for before in told.values() if before is not None)

@@ -802,6 +802,9 @@ class LiveSet:
             InvalidArgumentError: No such format, or no rank where routers need one.
         """
     @property
+    def latest_ts(self) -> float:
+        """The latest `ts` of a payload taken in, in seconds since the epoch; 0.0 before the first."""
+    @property
     def num_bytes(self) -> int:
         """Bytes that the set takes, the allocator's own use estimated."""
     def __len__(self) -> int: ...

@@ -20,7 +20,7 @@ use crate::event::{BlockRemoved, BlockStored, Event, ExternalBlockHash, write_ha
 use crate::msgpack::{Reader, write_array_header};
 use crate::uniform::{UniformMap, map_bytes};
 use crate::wire_format::WireFormat;
-use template::Templates;
+use template::{Templates, Widths};
 
 /// No node.
 const NONE: u32 = u32::MAX;
@@ -50,7 +50,8 @@ struct Node {
     children: u32,
     children_joined: u32,
     template: u32,
-    /// The digest if hashes are bytes, the encoded tokens, the encoded extra keys.
+    /// The digests of the block and of its announced parent where hashes are bytes, the encoded tokens,
+    /// the encoded extra keys.
     body: Box<[u8]>,
 }
 
@@ -67,6 +68,7 @@ pub struct LiveSet {
     templates: Templates,
     num_live: usize,
     body_bytes: usize,
+    latest_timestamp: f64,
 }
 
 impl LiveSet {
@@ -82,6 +84,7 @@ impl LiveSet {
             templates: Templates::default(),
             num_live: 0,
             body_bytes: 0,
+            latest_timestamp: 0.0,
         }
     }
 
@@ -112,7 +115,9 @@ impl LiveSet {
     /// # Errors
     /// If it is no batch of events; nothing was taken in then.
     pub fn apply(&mut self, payload: &[u8]) -> Result<(), DecodeError> {
-        for event in read_batch(payload)?.events {
+        let batch = read_batch(payload)?;
+        self.latest_timestamp = self.latest_timestamp.max(batch.timestamp);
+        for event in batch.events {
             match event {
                 Event::BlockStored(stored) => self.store(&stored),
                 Event::BlockRemoved(removed) => self.remove(&removed),
@@ -123,9 +128,15 @@ impl LiveSet {
         Ok(())
     }
 
-    /// Forgets everything.
+    /// Forgets all blocks.
     pub fn clear(&mut self) {
-        *self = Self::new(self.removal_event);
+        let latest_timestamp = self.latest_timestamp;
+        *self = Self { latest_timestamp, ..Self::new(self.removal_event) };
+    }
+
+    /// The latest time of a batch that was taken in, by the sender's clock; 0 before the first.
+    pub fn latest_timestamp(&self) -> f64 {
+        self.latest_timestamp
     }
 
     fn shelf(&mut self, group_idx: Option<u32>, medium: Option<&str>) -> u32 {
@@ -149,28 +160,31 @@ impl LiveSet {
         let mut tokens = Reader::new(stored.token_ids.0.elements);
         let mut extra = Reader::new(keys.map_or(&[][..], |keys| keys.0.elements));
         let low_bits = |hash: Option<ExternalBlockHash<'_>>| hash.map_or(0, |hash| hash.low_bits());
-        // They differ in a dump only.
+        // They differ where the block before the first one has no key, or is gone.
         let mut ancestor = low_bits(stored.parent_block_hash);
-        let mut announced =
-            low_bits(stored.announced_parent_block_hash.or(stored.parent_block_hash));
+        let mut announced = stored.announced_parent_block_hash.or(stored.parent_block_hash);
         let mut body = Vec::new();
         for hash in stored.block_hashes.iter() {
             body.clear();
-            if let ExternalBlockHash::Bytes(digest) = hash {
-                body.extend_from_slice(digest);
-            }
-            let digest_width = body.len();
+            let digest_width = append_digest(Some(hash), &mut body);
+            let parent_width = append_digest(announced, &mut body);
             if is_whole {
                 body.extend_from_slice(tokens.take_numbers(stored.block_size));
             }
             if keys.is_some() {
                 body.extend_from_slice(extra.take(1));
             }
-            let template = self.templates.hold(stored, digest_width, is_whole, keys.is_some());
+            let widths = Widths {
+                digest: digest_width,
+                parent_digest: parent_width,
+                num_tokens: if is_whole { stored.block_size } else { 0 },
+                has_extra_keys: keys.is_some(),
+            };
+            let template = self.templates.hold(stored, widths);
             let key = Key { hash: hash.low_bits(), shelf };
-            self.insert(key, [announced, ancestor], template, &body);
+            self.insert(key, [low_bits(announced), ancestor], template, &body);
             if is_whole {
-                (announced, ancestor) = (key.hash, key.hash);
+                (announced, ancestor) = (Some(hash), key.hash);
             }
         }
     }
@@ -380,27 +394,33 @@ impl LiveSet {
         stores.chunks(STORES_PER_BATCH).map(batch).collect()
     }
 
-    /// A node's hash as it came, and the rest of its body.
-    fn hash<'a>(&self, node: &'a Node) -> (ExternalBlockHash<'a>, &'a [u8]) {
-        let (digest, rest) = node.body.split_at(self.templates.get(node.template).digest_width);
-        if digest.is_empty() {
-            return (ExternalBlockHash::Integer(node.key.hash), rest);
-        }
-        (ExternalBlockHash::Bytes(digest), rest)
+    /// A node's hash as it came, that of its announced parent, and the rest of its body.
+    fn hashes<'a>(&self, node: &'a Node) -> [(ExternalBlockHash<'a>, &'a [u8]); 2] {
+        let Widths { digest, parent_digest, .. } = self.templates.get(node.template).widths;
+        let split = |body: &'a [u8], width: usize, low_bits: u64| {
+            let (digest, rest) = body.split_at(width);
+            let hash = match digest {
+                [] => ExternalBlockHash::Integer(low_bits),
+                digest => ExternalBlockHash::Bytes(digest),
+            };
+            (hash, rest)
+        };
+        let (hash, rest) = split(&node.body, digest, node.key.hash);
+        [(hash, rest), split(rest, parent_digest, node.announced_parent)]
     }
 
     fn write(&self, node: &Node, parent: Option<&Node>, format: WireFormat, out: &mut Vec<u8>) {
         let template = self.templates.get(node.template);
-        let (hash, rest) = self.hash(node);
+        let Widths { num_tokens, has_extra_keys, .. } = template.widths;
+        let [(hash, _), (announced_parent, rest)] = self.hashes(node);
         let mut rest = Reader::new(rest);
-        let tokens = rest.take_numbers(template.num_tokens);
-        let extra_keys = template.has_extra_keys.then(|| rest.take(1));
+        let tokens = rest.take_numbers(num_tokens);
+        let extra_keys = has_extra_keys.then(|| rest.take(1));
         let (group_idx, medium) = &self.shelves[node.key.shelf as usize];
         let is_announced = node.announced_parent == parent.map_or(0, |parent| parent.key.hash);
         let fields = BlockStored {
-            parent_block_hash: parent.map(|parent| self.hash(parent).0),
-            announced_parent_block_hash: (!is_announced)
-                .then_some(ExternalBlockHash::Integer(node.announced_parent)),
+            parent_block_hash: parent.map(|parent| self.hashes(parent)[0].0),
+            announced_parent_block_hash: (!is_announced).then_some(announced_parent),
             group_idx: *group_idx,
             medium: medium.as_deref(),
             ..template.fields()
@@ -414,7 +434,7 @@ impl LiveSet {
                 write_hash(out, &hash);
             },
             |out| {
-                write_array_header(out, template.num_tokens as usize);
+                write_array_header(out, num_tokens as usize);
                 out.extend_from_slice(tokens);
             },
             extra_keys.map(|keys| {
@@ -425,4 +445,13 @@ impl LiveSet {
             }),
         );
     }
+}
+
+/// Appends a hash that is a digest; how many bytes that took.
+fn append_digest(hash: Option<ExternalBlockHash<'_>>, body: &mut Vec<u8>) -> usize {
+    let Some(ExternalBlockHash::Bytes(digest)) = hash else {
+        return 0;
+    };
+    body.extend_from_slice(digest);
+    digest.len()
 }

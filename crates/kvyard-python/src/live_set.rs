@@ -75,6 +75,12 @@ impl LiveSet {
         Ok(batches.iter().map(|batch| PyBytes::new(py, batch)).collect())
     }
 
+    /// The latest time of a batch that was taken in.
+    #[getter]
+    fn latest_ts(&self, py: Python<'_>) -> f64 {
+        self.with(py, |core| core.latest_timestamp())
+    }
+
     /// Bytes that the set takes.
     #[getter]
     fn num_bytes(&self, py: Python<'_>) -> usize {

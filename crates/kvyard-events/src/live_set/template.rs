@@ -4,15 +4,23 @@ use std::collections::HashMap;
 
 use crate::event::BlockStored;
 
+/// How a body is made up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Widths {
+    /// Bytes of the block's hash at the start; 0 where hashes are numbers.
+    pub(super) digest: usize,
+    /// Bytes of its announced parent's hash behind it; 0 where there is none, or hashes are numbers.
+    pub(super) parent_digest: usize,
+    /// Tokens.
+    pub(super) num_tokens: u32,
+    /// Whether extra keys end it.
+    pub(super) has_extra_keys: bool,
+}
+
 /// All of a store but its hash, its parent, its tokens and its extra keys.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Template {
-    /// Bytes of a hash at the start of a body; 0 where hashes are numbers.
-    pub(super) digest_width: usize,
-    /// Tokens in a body.
-    pub(super) num_tokens: u32,
-    /// Whether a body ends with extra keys.
-    pub(super) has_extra_keys: bool,
+    pub(super) widths: Widths,
     block_size: u32,
     group_block_size: Option<u32>,
     lora_id: Option<i64>,
@@ -23,16 +31,9 @@ pub(super) struct Template {
 }
 
 impl Template {
-    fn new(
-        stored: &BlockStored<'_>,
-        digest_width: usize,
-        has_tokens: bool,
-        has_extra_keys: bool,
-    ) -> Self {
+    fn new(stored: &BlockStored<'_>, widths: Widths) -> Self {
         Self {
-            digest_width,
-            num_tokens: if has_tokens { stored.block_size } else { 0 },
-            has_extra_keys,
+            widths,
             block_size: stored.block_size,
             group_block_size: stored.group_block_size,
             lora_id: stored.lora_id,
@@ -57,16 +58,8 @@ impl Template {
         }
     }
 
-    fn is_of(
-        &self,
-        stored: &BlockStored<'_>,
-        digest_width: usize,
-        has_tokens: bool,
-        has_extra_keys: bool,
-    ) -> bool {
-        self.digest_width == digest_width
-            && self.num_tokens == if has_tokens { stored.block_size } else { 0 }
-            && self.has_extra_keys == has_extra_keys
+    fn is_of(&self, stored: &BlockStored<'_>, widths: Widths) -> bool {
+        self.widths == widths
             && self.block_size == stored.block_size
             && self.group_block_size == stored.group_block_size
             && self.lora_id == stored.lora_id
@@ -94,20 +87,14 @@ pub(super) struct Templates {
 
 impl Templates {
     /// The number of the template of a store, which is held until it is released.
-    pub(super) fn hold(
-        &mut self,
-        stored: &BlockStored<'_>,
-        digest_width: usize,
-        has_tokens: bool,
-        has_extra_keys: bool,
-    ) -> u32 {
+    pub(super) fn hold(&mut self, stored: &BlockStored<'_>, widths: Widths) -> u32 {
         if let Some(Some((template, users))) = self.slots.get_mut(self.latest as usize)
-            && template.is_of(stored, digest_width, has_tokens, has_extra_keys)
+            && template.is_of(stored, widths)
         {
             *users += 1;
             return self.latest;
         }
-        let template = Template::new(stored, digest_width, has_tokens, has_extra_keys);
+        let template = Template::new(stored, widths);
         let number = if let Some(number) = self.numbers.get(&template) {
             *number
         } else {
