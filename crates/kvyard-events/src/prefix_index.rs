@@ -11,6 +11,7 @@
 //! the GPU counts.
 
 mod fingerprint;
+mod waiting;
 mod worker;
 
 #[cfg(test)]

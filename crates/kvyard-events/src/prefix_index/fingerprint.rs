@@ -36,9 +36,12 @@ const fn multiply(a: u64, b: u64) -> u64 {
     reduce(a as u128 * b as u128)
 }
 
-/// The base to this power.
-fn power(mut exponent: u32) -> u64 {
-    let (mut result, mut square) = (1, BASE);
+/// One divided by the base: by Fermat, its power to the modulus minus two.
+const INVERSE: u64 = power(BASE, MODULUS - 2);
+
+/// A number to this power.
+const fn power(base: u64, mut exponent: u64) -> u64 {
+    let (mut result, mut square) = (1, base);
     while exponent > 0 {
         if exponent & 1 == 1 {
             result = multiply(result, square);
@@ -60,6 +63,11 @@ pub(super) struct Span {
 impl Span {
     pub(super) fn append_to(self, before: Fingerprint) -> Fingerprint {
         reduce(u128::from(before) * u128::from(self.factor) + u128::from(self.value))
+    }
+
+    /// The fingerprint of the tokens before a span of this length that ends here.
+    pub(super) fn take_from(self, after: Fingerprint, length: u32) -> Fingerprint {
+        multiply(after + MODULUS - self.value, power(INVERSE, u64::from(length)))
     }
 }
 
@@ -113,8 +121,7 @@ impl Coefficients {
     }
 
     pub(super) fn span(&self) -> Span {
-        let length = u32::try_from(self.0.len()).expect("token lists have 32-bit lengths");
-        Span { value: self.append_to(0), factor: power(length) }
+        Span { value: self.append_to(0), factor: power(BASE, self.0.len() as u64) }
     }
 }
 
@@ -170,7 +177,9 @@ mod tests {
             let (first, second) = values.split_at(cut);
             let before = Coefficients(first.to_vec()).span().append_to(MODULUS - 1);
             assert_eq!(before, plain(MODULUS - 1, first));
-            assert_eq!(Coefficients(second.to_vec()).span().append_to(before), whole);
+            let span = Coefficients(second.to_vec()).span();
+            assert_eq!(span.append_to(before), whole);
+            assert_eq!(span.take_from(whole, u32::try_from(second.len()).unwrap()), before);
         }
         let largest = vec![MODULUS - 1; 9];
         assert_eq!(

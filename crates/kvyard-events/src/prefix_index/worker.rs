@@ -3,6 +3,7 @@
 use kvyard_core::semantics::RemovalEvent;
 
 use super::fingerprint::{Coefficients, Fingerprint, Span, root};
+use super::waiting::{WaitingBlock, WaitingBlocks};
 use crate::event::{BlockRemoved, BlockStored, ExtraKeyValue, ExtraKeys};
 use crate::uniform::{UniformMap, map_bytes};
 
@@ -35,11 +36,21 @@ impl Reach {
 /// A block by its engine's hash.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
-    /// Of the tokens up to its end; meaningless while `position` is 0.
+    /// Of the tokens up to its end. While `position` is 0, its number among those that wait, plus 1; 0:
+    /// it is not known how it continues its parent.
     fingerprint: Fingerprint,
     /// Tokens up to its end; 0: what comes before it is not known yet.
     position: u32,
     copies: u32,
+}
+
+impl Entry {
+    /// While its place is not known: its number among those that wait.
+    fn waiting(&self) -> Option<u32> {
+        let number = if self.position == 0 { self.fingerprint } else { 0 };
+        let number = number.checked_sub(1)?;
+        Some(u32::try_from(number).expect("numbers of those that wait have 32 bits"))
+    }
 }
 
 #[derive(Debug)]
@@ -57,22 +68,12 @@ struct Group {
     held: UniformMap<Fingerprint, u32>,
 }
 
-/// A block whose parent is not known yet.
-#[derive(Debug)]
-struct Waiting {
-    hash: u64,
-    group: usize,
-    span: Span,
-    length: u32,
-}
-
 #[derive(Debug)]
 pub(super) struct Worker {
     removal_event: RemovalEvent,
     groups: Vec<Group>,
-    /// By the hash of the parent.
-    waiting: UniformMap<u64, Vec<Waiting>>,
-    num_waiting: usize,
+    waiting: WaitingBlocks,
+    /// Entries whose place is not known; as many wait, or fewer.
     num_unplaced: usize,
 }
 
@@ -87,6 +88,12 @@ impl Place {
     fn after(self, span: Span, length: u32) -> Option<Self> {
         let position = self.position.checked_add(length)?;
         Some(Self { fingerprint: span.append_to(self.fingerprint), position })
+    }
+
+    /// None at the start of a prompt, which is no block's end.
+    fn before(self, span: Span, length: u32) -> Option<Self> {
+        let position = self.position.checked_sub(length).filter(|position| *position > 0)?;
+        Some(Self { fingerprint: span.take_from(self.fingerprint, length), position })
     }
 }
 
@@ -151,38 +158,29 @@ impl Worker {
         Self {
             removal_event,
             groups: Vec::new(),
-            waiting: UniformMap::default(),
-            num_waiting: 0,
+            waiting: WaitingBlocks::default(),
             num_unplaced: 0,
         }
     }
 
+    /// Forgets the groups, too: perhaps an engine started again, with others.
     pub(super) fn clear(&mut self) {
-        for group in &mut self.groups {
-            group.entries.clear();
-            group.held.clear();
-            // Perhaps an engine started again, with other sizes; they stand until it tells new ones.
-            group.sizes.clear();
-            group.is_size_told = false;
-        }
-        self.waiting.clear();
-        (self.num_waiting, self.num_unplaced) = (0, 0);
+        *self = Self::new(self.removal_event);
     }
 
     pub(super) fn num_blocks(&self) -> usize {
         self.groups.iter().map(|group| group.entries.len()).sum()
     }
 
+    /// Blocks without a place, and those of them that wait for one.
     #[cfg(test)]
-    pub(super) fn num_unplaced(&self) -> usize {
-        self.num_unplaced
+    pub(super) fn num_unplaced(&self) -> [usize; 2] {
+        [self.num_unplaced, self.waiting.len()]
     }
 
     pub(super) fn num_bytes(&self) -> usize {
         let group = |group: &Group| map_bytes(&group.entries) + map_bytes(&group.held);
-        map_bytes(&self.waiting)
-            + self.num_waiting * size_of::<Waiting>()
-            + self.groups.iter().map(group).sum::<usize>()
+        self.waiting.num_bytes() + self.groups.iter().map(group).sum::<usize>()
     }
 
     fn group(&mut self, group_idx: Option<u32>) -> usize {
@@ -237,12 +235,16 @@ impl Worker {
                 add_keys(&mut coefficients, &members);
             }
             let span = coefficients.span();
+            let before = place;
             place = place
                 .and_then(|place| place.after(span, size))
                 .or_else(|| self.place_in_any_group(hash));
             self.insert(group, hash, place);
-            if let (None, Some(parent)) = (place, parent) {
-                self.wait(parent, Waiting { hash, group, span, length: size });
+            if let (None, Some(parent)) = (before, parent) {
+                match place.and_then(|place| place.before(span, size)) {
+                    Some(place) => self.settle(parent, place),
+                    None => self.wait(WaitingBlock { parent, hash, group, span, length: size }),
+                }
             }
             parent = Some(hash);
         }
@@ -264,49 +266,50 @@ impl Worker {
             RemovalEvent::LastCopy => 1,
         };
         if let Some(place) = place.filter(|_| entry.position == 0) {
-            self.place(group, hash, place);
-        }
-    }
-
-    fn wait(&mut self, parent: u64, waiting: Waiting) {
-        // Of a block that was stored twice, or removed meanwhile, more than one may wait.
-        if self.num_waiting > 2 * self.num_unplaced + 1024 {
-            let groups = &self.groups;
-            self.waiting.retain(|_, list| {
-                list.retain(|block| {
-                    let entry = groups[block.group].entries.get(&block.hash);
-                    entry.is_some_and(|entry| entry.position == 0)
-                });
-                !list.is_empty()
-            });
-            self.num_waiting = self.waiting.values().map(Vec::len).sum();
-        }
-        self.waiting.entry(parent).or_default().push(waiting);
-        self.num_waiting += 1;
-    }
-
-    /// Gives an entry its place, and then those that waited for it.
-    fn place(&mut self, group: usize, hash: u64, place: Place) {
-        let mut found = vec![(group, hash, place)];
-        while let Some((group, hash, place)) = found.pop() {
-            let Group { entries, held, .. } = &mut self.groups[group];
-            let Some(entry) = entries.get_mut(&hash).filter(|entry| entry.position == 0) else {
-                continue;
-            };
-            (entry.fingerprint, entry.position) = (place.fingerprint, place.position);
-            *held.entry(place.fingerprint).or_default() += 1;
-            self.num_unplaced -= 1;
-            if self.num_unplaced == 0 {
-                self.waiting.clear();
-                self.num_waiting = 0;
-                continue;
+            if *unplaced == 1 && entry.waiting().is_none() {
+                self.place(group, hash, place);
+            } else {
+                self.settle(hash, place);
             }
-            found.extend((0..self.groups.len()).map(|other| (other, hash, place)));
-            for block in self.waiting.remove(&hash).unwrap_or_default() {
-                self.num_waiting -= 1;
-                if let Some(place) = place.after(block.span, block.length) {
-                    found.push((block.group, block.hash, place));
+        }
+    }
+
+    /// Lets a block without a place wait for its parent's, unless it does already.
+    fn wait(&mut self, block: WaitingBlock) {
+        let entry = self.groups[block.group].entries.get_mut(&block.hash);
+        if let Some(entry) = entry.filter(|entry| entry.position == 0 && entry.fingerprint == 0) {
+            entry.fingerprint = u64::from(self.waiting.add(block)) + 1;
+        }
+    }
+
+    /// Gives an entry its place, if it has none; what it waited for.
+    fn place(&mut self, group: usize, hash: u64, place: Place) -> Option<WaitingBlock> {
+        let Group { entries, held, .. } = &mut self.groups[group];
+        let entry = entries.get_mut(&hash).filter(|entry| entry.position == 0)?;
+        let waiting = entry.waiting();
+        (entry.fingerprint, entry.position) = (place.fingerprint, place.position);
+        *held.entry(place.fingerprint).or_default() += 1;
+        self.num_unplaced -= 1;
+        waiting.map(|number| self.waiting.remove(number))
+    }
+
+    /// The place of a hash has become known: that of its entries in all groups, of the parents that
+    /// these wait for, and of those that wait for it, and so on.
+    fn settle(&mut self, hash: u64, place: Place) {
+        let mut found = vec![(hash, place)];
+        while let Some((hash, place)) = found.pop() {
+            for group in 0..self.groups.len() {
+                let waited = self.place(group, hash, place);
+                found.extend(waited.and_then(|block| {
+                    Some((block.parent, place.before(block.span, block.length)?))
+                }));
+            }
+            while let Some(block) = self.waiting.remove_child(hash) {
+                if let Some(entry) = self.groups[block.group].entries.get_mut(&block.hash) {
+                    entry.fingerprint = 0;
                 }
+                found
+                    .extend(place.after(block.span, block.length).map(|place| (block.hash, place)));
             }
         }
     }
@@ -327,6 +330,9 @@ impl Worker {
             }
             if entry.position == 0 {
                 self.num_unplaced -= 1;
+                if let Some(number) = entry.waiting() {
+                    self.waiting.remove(number);
+                }
             } else if let Some(count) = held.get_mut(&entry.fingerprint) {
                 *count -= 1;
                 if *count == 0 {
