@@ -54,11 +54,11 @@ enum Change {
 
 fn changes() -> impl Strategy<Value = Vec<Change>> {
     let root = || prop_oneof![3 => Just(0), 1 => 0_usize..ROOTS.len()];
-    let place = || (0_usize..5, 0_usize..3, 0_u32..4, root(), 0_u32..6);
+    let place = || (0_usize..5, 0_usize..3, 0_u32..3, root(), 0_u32..6);
     let change = prop_oneof![
         12 => (place(), 1_u32..6).prop_map(|((worker, group, prompt, root, first), blocks)| {
-            // Mostly from the start, as prompts come.
-            let first = first.saturating_sub(3);
+            // Often from the start, as prompts come.
+            let first = first.saturating_sub(2);
             Change::Store { worker, group, prompt, root, first, blocks }
         }),
         8 => place().prop_map(|(worker, group, prompt, root, block)| {
