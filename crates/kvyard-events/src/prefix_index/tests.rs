@@ -30,7 +30,7 @@ impl GroupShape {
     }
 }
 
-const SHAPES: [&[GroupShape]; 5] = [
+const SHAPES: [&[GroupShape]; 6] = [
     &[GroupShape::new("full_attention", None, 2)],
     &[GroupShape::new("mla_attention", None, 4), GroupShape::new("mamba", None, 8)],
     &[
@@ -43,6 +43,8 @@ const SHAPES: [&[GroupShape]; 5] = [
         GroupShape::new("full_attention", None, 2),
     ],
     &[GroupShape::new("chunked_local_attention", None, 2), GroupShape::new("mamba", None, 4)],
+    // Runs that only their ends tell the place of.
+    &[GroupShape::new("sliding_window", Some(6), 2), GroupShape::new("full_attention", None, 8)],
 ];
 
 #[derive(Clone, Debug)]
@@ -54,7 +56,7 @@ enum Change {
 
 fn changes() -> impl Strategy<Value = Vec<Change>> {
     let root = || prop_oneof![3 => Just(0), 1 => 0_usize..ROOTS.len()];
-    let place = || (0_usize..5, 0_usize..3, 0_u32..3, root(), 0_u32..6);
+    let place = || (0_usize..SHAPES.len(), 0_usize..3, 0_u32..3, root(), 0_u32..6);
     let change = prop_oneof![
         12 => (place(), 1_u32..6).prop_map(|((worker, group, prompt, root, first), blocks)| {
             // Often from the start, as prompts come.
@@ -64,7 +66,7 @@ fn changes() -> impl Strategy<Value = Vec<Change>> {
         8 => place().prop_map(|(worker, group, prompt, root, block)| {
             Change::Remove { worker, group, prompt, root, block }
         }),
-        1 => (0_usize..5).prop_map(|worker| Change::Clear { worker }),
+        1 => (0_usize..SHAPES.len()).prop_map(|worker| Change::Clear { worker }),
     ];
     proptest::collection::vec(change, 1..120)
 }
