@@ -137,8 +137,8 @@ struct Filter {
 
 impl Filter {
     fn lets_pass(&self, group: GroupId, covered_tokens: u32, block_size: u32) -> bool {
-        let in_block = (covered_tokens.max(1) - 1) % block_size.max(1) + 1;
-        in_block >= self.wanted.min_block_tokens
+        let in_block = || (covered_tokens.max(1) - 1) % block_size.max(1) + 1;
+        (self.wanted.min_block_tokens <= 1 || in_block() >= self.wanted.min_block_tokens)
             && self.wanted.groups.as_ref().is_none_or(|groups| groups.contains(&group))
     }
 }

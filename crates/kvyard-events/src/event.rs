@@ -286,7 +286,7 @@ pub struct BlockStored<'a> {
     /// Of a boundary inside a block, whose `block_size` is what the event covers: tokens per block of
     /// the group (case C17).
     pub group_block_size: Option<u32>,
-    /// In a dump, where the block before the first one is gone, so that `parent_block_hash` names an
+    /// Where the block before the first one has no key, or is gone, so that `parent_block_hash` names an
     /// earlier one: that block. The tokens are those that follow it.
     pub announced_parent_block_hash: Option<ExternalBlockHash<'a>>,
 }

@@ -15,7 +15,8 @@ pub enum WireFormat {
     Vllm033,
     /// An event is an array of its fields in the order of rule 2, for consumers from before June 2026.
     Array,
-    /// vLLM 0.25's maps with a `cache_salt` of their own in each store of a salted request (rule 9).
+    /// vLLM 0.25's maps with three more fields in stores that have something to say there: the salt
+    /// (rule 9), what a run really follows, the block size of its group.
     #[default]
     Router,
 }
@@ -55,8 +56,8 @@ impl WireFormat {
         matches!(self, Self::Array)
     }
 
-    /// Whether a store may have fields that vLLM's does not: the salt (rule 9), and in a dump the
-    /// parent as it was announced.
+    /// Whether a store may have fields that vLLM's does not: `cache_salt`, `group_block_size`,
+    /// `announced_parent_block_hash`.
     pub const fn has_further_fields(self) -> bool {
         matches!(self, Self::Router)
     }
