@@ -116,17 +116,20 @@ class Bucket:
 
 
 class HybridCoordinator(Coordinator):
-    """Several groups, also of one spec (manager 7.3 and 10, row 5)."""
+    """Several groups, also of one spec (manager 7.3 and 10, row 5).
+
+    With one bucket it is unitary coordination (groups, clarifications): one lookup, no credit.
+    """
 
     def __init__(
         self, managers: list[GroupManager], scheduler_block_size: int, eagle_credit: bool
     ) -> None:
         super().__init__(managers, scheduler_block_size)
-        self.eagle_credit = eagle_credit
         specs = dict.fromkeys(manager.spec for manager in managers)  # distinct, in group order
         buckets = [Bucket([m for m in managers if m.spec == spec]) for spec in specs]
         # Full attention first, else stable.
         self.buckets = sorted(buckets, key=lambda bucket: not bucket.is_full_attention)
+        self.eagle_credit = eagle_credit and len(buckets) > 1
 
     def find_longest_hit(self, request: Request, cap: int) -> tuple[Hits, int, int]:
         """Shorten a candidate length until all buckets agree on it."""
@@ -134,7 +137,8 @@ class HybridCoordinator(Coordinator):
         settled: set[Bucket] = set()  # full attention, looked up: a prefix of a hit is a hit
         dropped: set[Bucket] = set()  # those that gave up their last block for this candidate
         limit, longest = cap, 0
-        simple = len(self.buckets) == 2 and self.buckets[0].is_full_attention
+        simple = len(self.buckets) == 1
+        simple = simple or (len(self.buckets) == 2 and self.buckets[0].is_full_attention)
         while True:
             length = limit
             for bucket in self.buckets:

@@ -213,7 +213,9 @@ impl Hybrid {
         // Buckets that dropped their last block for the present candidate.
         let mut confirmed = vec![false; self.buckets.len()];
         let (mut limit, mut longest) = (lookup.max_length, 0);
-        let is_simple = self.buckets.len() == 2 && self.buckets[0].is_full_attention;
+        // One bucket has nobody to agree with: to ask it again, without its drop, could only lose the hit.
+        let is_simple = self.buckets.len() == 1
+            || (self.buckets.len() == 2 && self.buckets[0].is_full_attention);
         loop {
             let mut current = limit;
             for (index, bucket) in self.buckets.iter().enumerate() {

@@ -87,6 +87,20 @@ fn one_bucket_decides_as_one_group() {
     }
 }
 
+/// A drafter's window of one token needs the block behind the hit and no other. Of 12 blocks a retention
+/// interval of two keeps the even ones and those before the prompt's end (positions 10 and 11); a resent
+/// prompt may reuse 47 tokens, 11 blocks, so position 10 is found and voided: 10 blocks.
+#[test]
+fn one_bucket_is_not_asked_again_without_its_drop() {
+    for semantics in BOTH {
+        for groups in [vec![swa(4, 1)], vec![swa(4, 1); 2], vec![swa(4, 1); 3]] {
+            let config = with_drafter(&groups, semantics);
+            let config = KVCacheManagerConfig { retention_interval: Some(8), ..config };
+            assert_eq!(resend_and_extension(&config, 48, 9).0, 40, "{} groups", groups.len());
+        }
+    }
+}
+
 /// Flagged groups, or all with `use_eagle` and no flag (§7.1); one of a spec flags the others of it.
 #[test]
 fn which_groups_are_the_drafters() {
