@@ -19,7 +19,7 @@ from kvyard.events import BatchSource, LiveSet, WireFormat
 from tests.event_streams import lossy_stream
 from tests.mixes import Mix, mixes
 from tests.test_event_stream import StreamMachine
-from tests.test_group_mixes import ACTIONS, MixMachine
+from tests.test_group_mixes import MixMachine
 
 if TYPE_CHECKING:
     from tests.test_event_stream import Key
@@ -62,9 +62,9 @@ class LossyMachine(StreamMachine):
             self.publisher.publish(payload)
             self.held[self.publisher.next_sequence] = self.content()
 
-    @rule(data=st.data(), action=st.sampled_from(ACTIONS))
-    def act(self, data: st.DataObject, action: str) -> None:
-        MixMachine.act(self, data, action)
+    @rule(data=st.data())
+    def act(self, data: st.DataObject) -> None:
+        MixMachine.act(self, data)
         self.take_events(data)
         # Seldom, so that more is lost than a small ring holds.
         reading = data.draw(st.sampled_from([None] * 8 + ["live", "all"]), label="read")

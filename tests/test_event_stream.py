@@ -29,7 +29,7 @@ from tests.helpers import event_as_dict
 from tests.mixes import Mix, mixes
 from tests.model import invariants
 from tests.model.hashing import external_hash, split_key
-from tests.test_group_mixes import ACTIONS, MixMachine
+from tests.test_group_mixes import MixMachine
 from tests.twins import sort_alias_runs
 
 Key = tuple[int, int]
@@ -103,9 +103,9 @@ class StreamMachine(MixMachine):
             assert consumer.known == content
         invariants.check_consumer(self.theirs.pool, expected, self.known)
 
-    @rule(data=st.data(), action=st.sampled_from(ACTIONS))
-    def act(self, data: st.DataObject, action: str) -> None:
-        super().act(data, action)
+    @rule(data=st.data())
+    def act(self, data: st.DataObject) -> None:
+        super().act(data)
         self.take_events(data)
 
     @rule(wire_format=st.sampled_from([WireFormat.VLLM_0_25, WireFormat.ROUTER]))
