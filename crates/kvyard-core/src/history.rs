@@ -247,3 +247,86 @@ impl History {
 fn text(name: &Name) -> &str {
     std::str::from_utf8(&name.bytes[..name.length]).unwrap_or("")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROW: RequestRow = RequestRow(0);
+
+    fn free() -> Op {
+        Op::Free { request: ROW.0 }
+    }
+
+    /// Of each kept operation: its number, whose it is, effects that are known, and that are forgotten.
+    fn told(history: &History) -> Vec<(u64, String, usize, u64)> {
+        let operations = history.operations(|_| Some("now"));
+        let tell = |past: PastOperation<'_>| {
+            (past.number, past.request.to_owned(), past.effects.len(), past.num_forgotten)
+        };
+        operations.map(tell).collect()
+    }
+
+    fn note(history: &mut History, count: u32) {
+        let blocks: Vec<BlockId> = (1..=count).map(BlockId).collect();
+        history.note_all(Effect::Released, blocks.into_iter());
+    }
+
+    #[test]
+    fn effects_beyond_the_most_of_one_operation_are_counted() {
+        let mut history = History::default();
+        for count in [1020, 4, 1500] {
+            history.begin(free());
+            note(&mut history, count);
+        }
+        note(&mut history, 6);
+        let expected = [(0, 1020, 0), (1, 4, 0), (2, 1024, 1506 - 1024)];
+        let expected = expected.map(|(n, known, gone)| (n, "now".to_owned(), known, gone));
+        assert_eq!(told(&history), expected);
+        let last = history.operations(|_| None).last().unwrap();
+        assert_eq!(last.effects[..2], [1, 2].map(|block| (Effect::Released, BlockId(block))));
+    }
+
+    /// 300 operations of 100 effects: 256 operations are kept, and 8192 effects, which are those of the
+    /// last 81 and 92 of the one before.
+    #[test]
+    fn the_oldest_is_written_over() {
+        let mut history = History::default();
+        for _ in 0..300 {
+            history.begin(free());
+            note(&mut history, 100);
+        }
+        let told = told(&history);
+        assert_eq!((told.len(), told[0].0, told[255].0), (256, 44, 299));
+        let known = |number: u64| (told[usize::try_from(number).unwrap() - 44].2, told[0].3);
+        assert_eq!([217, 218, 219].map(|number| known(number).0), [0, 92, 100]);
+        assert_eq!(known(44), (0, 100));
+        assert_eq!(told[218 - 44].3, 8);
+    }
+
+    /// A row passes on with operation 2, and again with 4; who has it now is the caller's to know.
+    #[test]
+    fn an_operation_is_of_who_had_the_row_then() {
+        let mut history = History::default();
+        for number in 0..6 {
+            match number {
+                2 => history.row_passes_on(ROW, "first"),
+                4 => history.row_passes_on(ROW, "second"),
+                _ => {}
+            }
+            match number {
+                5 => history.begin_of(Op::Reset, "nobody's row"),
+                _ => history.begin(free()),
+            }
+        }
+        let names: Vec<String> = told(&history).into_iter().map(|told| told.1).collect();
+        assert_eq!(names, ["first", "first", "second", "second", "now", "nobody's row"]);
+    }
+
+    #[test]
+    fn a_long_name_is_cut_between_characters() {
+        let mut history = History::default();
+        history.begin_of(Op::Reset, &format!("x{}", "\u{e9}".repeat(40)));
+        assert_eq!(told(&history)[0].1, format!("x{}", "\u{e9}".repeat(31)), "63 of 64 bytes");
+    }
+}
