@@ -137,6 +137,7 @@ impl KVCacheManager {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
     use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::sync::Arc;
 
@@ -144,31 +145,40 @@ mod tests {
     use crate::hashing::{BlockHasher, ExtraKeySource, HashAlgorithm};
     use crate::id::GroupId;
     use crate::manager::AllocateSlots;
+    use crate::prefix_map::PrefixKey;
     use crate::request::Request;
     use crate::semantics::Semantics;
     use crate::spec::KVCacheManagerConfig;
 
+    /// The first block of both rows, and the second.
     const SHARED: BlockId = BlockId(1);
+    const SECOND: BlockId = BlockId(2);
     const FREE: BlockId = BlockId(9);
+
+    fn request(name: &str, tokens: Range<u32>) -> Request {
+        let algorithm = HashAlgorithm::Sha256;
+        let root = algorithm.hash_text("0");
+        let hasher = BlockHasher::new(algorithm, root, 4, Semantics::corrected()).unwrap();
+        let keys = Arc::new(ExtraKeySource::default());
+        Request::new(name, tokens.collect(), keys, Some(Arc::new(hasher)))
+    }
+
+    fn admit(manager: &mut KVCacheManager, request: &Request) {
+        let call = request.call(true);
+        let hit = manager.lookup(&call);
+        let slots = AllocateSlots {
+            num_new_computed_tokens: hit.num_tokens,
+            new_computed_blocks: Some(&hit.blocks),
+            ..AllocateSlots::new(&call, call.view.num_tokens - hit.num_tokens)
+        };
+        assert!(manager.allocate_slots(&slots).unwrap().is_some());
+    }
 
     /// Two requests that share two blocks, one that is cached and free, and free ones.
     fn manager() -> KVCacheManager {
         let mut manager = KVCacheManager::new(KVCacheManagerConfig::new(12, 4, 64), None).unwrap();
-        let algorithm = HashAlgorithm::Sha256;
-        let root = algorithm.hash_text("0");
-        let hasher = BlockHasher::new(algorithm, root, 4, Semantics::corrected()).unwrap();
-        let hasher = Arc::new(hasher);
         for (name, tokens) in [("a", 0..11_u32), ("b", 0..10), ("c", 100..105)] {
-            let keys = Arc::new(ExtraKeySource::default());
-            let request = Request::new(name, tokens.collect(), keys, Some(hasher.clone()));
-            let call = request.call(true);
-            let hit = manager.lookup(&call);
-            let slots = AllocateSlots {
-                num_new_computed_tokens: hit.num_tokens,
-                new_computed_blocks: Some(&hit.blocks),
-                ..AllocateSlots::new(&call, call.view.num_tokens - hit.num_tokens)
-            };
-            assert!(manager.allocate_slots(&slots).unwrap().is_some());
+            admit(&mut manager, &request(name, tokens));
         }
         manager.free("c", None);
         manager
@@ -189,13 +199,29 @@ mod tests {
         }
     }
 
-    /// Breaks one thing at a time; a pass of the audit finds it, and names the invariant.
+    /// Gives a block another key than its own.
+    fn rekey(manager: &mut KVCacheManager, group: GroupId, covered_tokens: u32) {
+        let prefix = &mut manager.pool.prefix;
+        let key = prefix.primary(SHARED).unwrap();
+        prefix.remove_all(SHARED, |_, _| ());
+        prefix.insert(SHARED, PrefixKey { group, covered_tokens, ..key }, None);
+    }
+
+    /// Panics of checks name the invariant.
+    fn found_by(check: impl FnOnce(), what: &str) -> String {
+        let found = catch_unwind(AssertUnwindSafe(check));
+        let message = found.expect_err(&format!("{what} goes unseen"));
+        message.downcast_ref::<String>().expect("an assertion's text").clone()
+    }
+
+    /// Breaks one thing at a time; a pass of the audit finds it, and so does `validate`, and both name
+    /// the invariant.
     #[test]
     fn whatever_is_broken_is_found() {
         type Break = fn(&mut KVCacheManager);
         let row = RequestRow(0);
         assert_eq!(manager().tables.row(row, GroupId(0))[0], SHARED);
-        let broken: [(&str, Break); 10] = [
+        let broken: [(&str, Break); 13] = [
             ("I4", |manager| manager.pool.row_references[SHARED.index()] += 1),
             ("I4", |manager| manager.pool.row_references[SHARED.index()] -= 1),
             // Held by nobody, so nobody would ever free it.
@@ -212,6 +238,9 @@ mod tests {
             ("I10", |manager| manager.managers[0].set_num_cached_block(RequestRow(0), 9)),
             ("I18", |manager| manager.requests.rename(RequestRow(0), "b")),
             ("I6", |manager| manager.pool.prefix.corrupt(SHARED)),
+            ("I9", |manager| rekey(manager, GroupId(0), 8)),
+            ("I9", |manager| rekey(manager, GroupId(0), 0)),
+            ("I19", |manager| rekey(manager, GroupId(1), 4)),
         ];
         for (at, (invariant, corrupt)) in broken.into_iter().enumerate() {
             for corrupt_first in [true, false] {
@@ -220,13 +249,43 @@ mod tests {
                     audit_all(&mut manager, 3);
                 }
                 corrupt(&mut manager);
-                let found = catch_unwind(AssertUnwindSafe(|| audit_all(&mut manager, 5)));
-                let message = found.expect_err(&format!("case {at}: {invariant} goes unseen"));
-                let message = message.downcast_ref::<String>().expect("an assertion's text");
-                assert!(message.contains(&format!("{invariant}: ")), "case {at}: {message}");
-                let report = manager.report(message);
+                let case = format!("case {at}: {invariant}");
+                let message = found_by(|| manager.validate(), &case);
+                assert!(message.contains(&format!("{invariant}: ")), "{case}: {message}");
+                let message = found_by(|| audit_all(&mut manager, 5), &case);
+                assert!(message.contains(&format!("{invariant}: ")), "{case}: {message}");
+                let report = manager.report(&message);
                 assert!(report.contains(invariant), "{report}");
             }
+        }
+    }
+
+    /// The audit counts who holds a block at one position, and so cannot tell this from I4.
+    #[test]
+    fn a_row_that_names_a_block_twice_is_found() {
+        let mut manager = manager();
+        manager.tables.replace(RequestRow(0), GroupId(0), 2, SECOND);
+        let message = found_by(|| manager.validate(), "I19");
+        assert!(message.contains("I19: a block twice"), "{message}");
+    }
+
+    /// What begins to be held while a pass is among the blocks is no fault: fresh blocks, and those of
+    /// a hit, of which only the row that attached them knows.
+    #[test]
+    fn a_pass_goes_on_while_requests_come() {
+        let mut manager = manager();
+        audit_all(&mut manager, 3);
+        for num_blocks in 1..12 {
+            // Behind the rows of this pass, in front of the block that is looked at next.
+            while !matches!(manager.audit.cursor, AuditCursor::Blocks { block } if block >= num_blocks)
+            {
+                manager.audit(1).unwrap();
+            }
+            let name = format!("late {num_blocks}");
+            let request = request(&name, 100..105);
+            admit(&mut manager, &request);
+            audit_all(&mut manager, 1);
+            manager.free(&name, None);
         }
     }
 }
