@@ -380,3 +380,34 @@ fn a_refusal_spares_what_is_in_flight() {
     assert_eq!(engine.manager.state_digest(), before);
     assert_eq!(engine.row("a"), [1, 2, 3]);
 }
+
+/// Two blocks' worth of the three that the window left: [-, 2, 3] and one free are all there are, so
+/// nobody else can give one back, and look-ahead that does not fit is given up (`gate_counts_lookahead`).
+/// The nulls of the row are no blocks of its own.
+#[test]
+fn a_request_that_is_alone_gives_up_look_ahead_behind_nulls() {
+    let mut engine = Engine::of(4, &[swa(4, 4)]);
+    let mut request = engine.request("a", 0..40);
+    engine.step(&mut request, 8);
+    engine.step(&mut request, 4);
+    assert_eq!(live(&engine.row("a")), 2, "of three positions");
+    // 4 new tokens fit the free block; with 8 more, three blocks were needed and two are to be had.
+    let fresh = engine.allocate(&request, &Ask { lookahead: 8, ..new(4) }).expect("it is alone");
+    assert_eq!(fresh[0].len(), 1);
+}
+
+/// C08: the estimate of 0.25.1 says 4 blocks (3 of full attention, 1 of states), 5 are taken: 3, a
+/// state for the external tokens and the running one. With 4 free it does not fit, whatever was
+/// estimated.
+#[test]
+fn an_estimate_that_is_too_low_is_a_refusal() {
+    for (num_blocks, fits) in [(4, false), (5, false), (6, true)] {
+        let base = config(num_blocks, &[full(16), mamba(16, ALIGN)]);
+        let semantics = VLLM;
+        let mut engine = Engine::new(KVCacheManagerConfig { semantics, ..base });
+        let request = engine.request("a", 0..64);
+        let admitted = engine.allocate(&request, &Ask { external: 32, ..new(16) });
+        assert_eq!(admitted.is_some(), fits, "{num_blocks} blocks");
+        assert_eq!(engine.num_free(), if fits { 0 } else { num_blocks - 1 });
+    }
+}

@@ -227,6 +227,15 @@ fn rows_29_and_30_a_hit_fits_groups_and_tokens() {
     }
     let none = world.manager.empty_kv_cache_blocks();
     assert!(is_invalid(&refused_hit(&mut world, &none, 4), "new_computed_blocks"));
+    // A group's own hit may be shorter than what is said, but not longer.
+    let own = KVCacheBlocks::from_groups([hit.ids()], pool, epoch).with_own_lengths();
+    let error = refused_hit(&mut world, &own, 4);
+    assert!(is_invalid(&error, "new_computed_blocks"), "{error}");
+    // Longer than what the request has hashes of.
+    world.add("B", 0..7);
+    let error = refused_hit(&mut world, &hit, 8);
+    assert!(error.to_string().contains("hashes of 1"), "{error}");
+    world.add("B", 0..9);
     // A block that was never cached.
     let plain = KVCacheBlocks::from_groups([&[BlockId(9)][..]], pool, epoch);
     let error = refused_hit(&mut world, &plain, 4);
@@ -242,6 +251,10 @@ fn row_31_external_tokens_end_at_max_model_len() {
     let error = refused(&mut world, "A", 0, with);
     assert!(is_invalid(&error, "num_external_computed_tokens"), "{error}");
     assert_eq!(world.manager.num_tracked_requests(), 0);
+    // The longest request itself is none of these.
+    let with = Options { external: 8, ..Options::default() };
+    assert_eq!(world.allocate_with("A", 0, with), Some(vec![]));
+    assert_eq!(world.row("A"), [1, 2]);
 }
 
 #[test]
@@ -443,8 +456,12 @@ fn row_26_counts_beyond_every_request() {
             let before = world.manager.state_digest();
             let call = world.requests["A"].call(true);
             assert!(world.manager.remove_skipped_blocks("A", None, huge, Some(8)).is_err());
+            assert!(world.manager.remove_skipped_blocks("A", None, 8, Some(huge)).is_err());
             assert!(world.manager.cache_blocks(&call, None, huge).is_err());
             assert!(world.manager.allocate_slots(&AllocateSlots::new(&call, huge)).is_err());
+            let mut far = world.requests["A"].call(true);
+            far.view.num_computed_tokens = huge;
+            assert!(world.manager.allocate_slots(&AllocateSlots::new(&far, 1)).is_err());
             let hit = world.manager.find_longest_cache_hit(&call, huge);
             assert!(hit.num_tokens <= 8);
             let (_, lengths) = world.manager.find_longest_cache_hit_per_group(&call, huge);

@@ -1,11 +1,13 @@
 //! Rows, plans, snapshots, the digest.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use kvyard_core::block_table::RowEdit;
+use kvyard_core::hashing::{BlockHasher, HashAlgorithm};
 use kvyard_core::{
     AllocateSlots, AttentionKind, BlockId, GroupId, KVCacheError, KVCacheManager,
-    KVCacheManagerConfig, RequestRow,
+    KVCacheManagerConfig, Request, RequestRow,
 };
 
 use crate::harness::{Harness, NUM_BLOCKS, Options, full, numbers, of_kind};
@@ -147,13 +149,27 @@ fn a_plan_changes_nothing_until_it_is_applied() {
 #[test]
 fn a_plan_is_good_for_the_state_it_was_made_for() {
     type Change = fn(&mut KVCacheManager);
-    let changes: [Change; 6] = [
+    let changes: [Change; 9] = [
         |manager| manager.free("A", None),
         |manager| manager.pool_mut().evict_blocks(&[BlockId(2)]).unwrap(),
         |manager| manager.remove_skipped_blocks("A", None, 8, Some(4)).unwrap(),
         |manager| {
             let lease = manager.pop_blocks_for_free("A", None).unwrap();
             manager.free_popped(lease).unwrap();
+        },
+        // Half of the same: the blocks stay held.
+        |manager| drop(manager.pop_blocks_for_free("A", None).unwrap()),
+        |manager| drop(manager.pool_mut().touch(&[BlockId(1)]).unwrap()),
+        // A step inside a block, which changes no row.
+        |manager| {
+            let hasher = HashAlgorithm::Sha256;
+            let hasher =
+                BlockHasher::new(hasher, hasher.hash_text("0"), 4, manager.config().semantics);
+            let request =
+                Request::new("A", (0..8).collect(), Arc::default(), hasher.ok().map(Arc::new));
+            let call = request.call(true);
+            let fresh = manager.allocate_slots(&AllocateSlots::new(&call, 8)).unwrap();
+            assert!(fresh.is_some_and(|fresh| fresh.is_empty()));
         },
         |manager| {
             let lease = manager.pool_mut().get_new_blocks(1).unwrap();
@@ -172,8 +188,10 @@ fn a_plan_is_good_for_the_state_it_was_made_for() {
         let call = world.requests["B"].call(true);
         let arguments = AllocateSlots::new(&call, 10);
         let mut plan = world.manager.plan_allocate_slots(&arguments).unwrap();
-        let mut other = Harness::new(of_kind(window, full(NUM_BLOCKS))).manager;
-        assert!(other.reserve_allocate_slots(&mut plan).is_err());
+        // Another manager with the same past is another manager.
+        let mut other = Harness::new(of_kind(window, full(NUM_BLOCKS)));
+        other.start("A", 0..8);
+        assert!(other.manager.reserve_allocate_slots(&mut plan).is_err());
         world.manager.reserve_allocate_slots(&mut plan).unwrap();
         change(&mut world.manager);
         let before = world.manager.state_digest();
@@ -235,7 +253,9 @@ fn the_digest_sees_every_kind_of_change() {
     changed(&world, "taking statistics");
     let lease = world.manager.pool_mut().touch(&[BlockId(1)]).unwrap();
     changed(&world, "a reference handed out");
-    world.manager.pool_mut().free(lease).unwrap();
+    let ids = world.manager.pool_mut().dissolve(lease).unwrap();
+    changed(&world, "a reference that is no lease's any more");
+    world.manager.pool_mut().free_counted(&ids).unwrap();
     world.manager.pool_mut().evict_blocks(&[BlockId(2)]).unwrap();
     changed(&world, "an eviction");
     world.free("A");

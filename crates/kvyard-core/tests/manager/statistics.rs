@@ -56,6 +56,18 @@ fn c21_preempted_requests_count_apart() {
     assert_eq!(world.manager.prefix_cache_stats(), Some(&both));
 }
 
+/// Who does not read the cache asks nothing of it, whenever statistics are taken.
+#[test]
+fn requests_that_skip_reading_do_not_count() {
+    for config in [full(11), v251(full(11))] {
+        let mut world = Harness::new(config);
+        world.add("A", 0..9);
+        world.request("A").skip_reading_prefix_cache = true;
+        world.allocate_all("A");
+        assert_eq!(world.manager.prefix_cache_stats(), Some(&PrefixCacheStats::default()));
+    }
+}
+
 #[test]
 fn nothing_is_counted_unasked() {
     let mut config = full(11);

@@ -62,6 +62,9 @@ fn row_11_more_blocks_than_there_are() {
     let expected = KVCacheError::OutOfBlocks { wanted: 11, free: 10, total: 10 };
     assert_eq!(error, expected);
     assert_eq!((pool.num_free_blocks(), pool.usage()), (10, 0.0));
+    drop(take(&mut pool, 4));
+    let error = refused(&mut pool, |pool| pool.get_new_blocks(7));
+    assert_eq!(error, KVCacheError::OutOfBlocks { wanted: 7, free: 6, total: 10 });
 }
 
 /// C02 b.
@@ -83,6 +86,20 @@ fn row_15_and_16_a_double_free_is_refused_whole() {
     assert!(matches!(error, KVCacheError::DoubleFree { handed_out: 0, .. }), "{error}");
     assert_eq!(order(&pool), [1, 3, 4, 5]);
     assert_eq!(take(&mut pool, 4).ids(), ids([1, 3, 4, 5]));
+}
+
+/// The error tells how often its own block is listed, and how many references are counted: not the
+/// other blocks of the list, and not what a lease holds.
+#[test]
+fn a_double_free_tells_the_counts_of_its_block() {
+    let mut pool = pool(6);
+    let blocks = dissolved(&mut pool, 2);
+    let lease = pool.touch(&blocks[..1]).unwrap();
+    let list = [blocks[1], blocks[0], blocks[0]];
+    let error = refused(&mut pool, |pool| pool.free_counted(&list));
+    let (block, owner) = (blocks[0], String::new());
+    assert_eq!(error, KVCacheError::DoubleFree { block, times: 2, handed_out: 1, owner });
+    pool.free(lease).unwrap();
 }
 
 /// C02 b, second half: with two references both go.

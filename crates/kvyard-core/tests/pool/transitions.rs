@@ -217,3 +217,47 @@ fn residency_follows_a_block_from_allocation_to_reallocation() {
     assert!(samples[0].reuse_gaps_ns.is_empty());
     assert!(pool.residency_mut().unwrap().drain().is_empty());
 }
+
+/// A block that lost its keys is another block to who found it before, also where it has the same key
+/// again: `evict_blocks`, a reset, an allocation.
+#[test]
+fn whoever_found_a_block_sees_that_it_changed() {
+    let changes: [fn(&mut BlockPool); 3] = [
+        |pool| pool.evict_blocks(&[BlockId(1)]).unwrap(),
+        |pool| assert!(pool.reset_prefix_cache().unwrap()),
+        |pool| drop(take(pool, 3)),
+    ];
+    for change in changes {
+        let (mut pool, _) = pool_with_a_free_cached_block();
+        let before = pool.epoch();
+        assert!(!pool.changed_since(BlockId(1), before));
+        change(&mut pool);
+        assert!(pool.changed_since(BlockId(1), before));
+        assert!(!pool.changed_since(BlockId(1), pool.epoch()));
+    }
+}
+
+/// The queue of a new pool ascends, and plain blocks go to its head in the order they are given.
+#[test]
+fn a_lease_is_given_back_in_either_order() {
+    let (mut forward, mut backward) = (pool(6), pool(6));
+    let lease = take(&mut forward, 3);
+    forward.free(lease).unwrap();
+    assert_eq!(order(&forward), [1, 2, 3, 4, 5]);
+    let lease = take(&mut backward, 3);
+    backward.free_reversed(lease).unwrap();
+    assert_eq!(order(&backward), [3, 2, 1, 4, 5]);
+}
+
+/// A block counts once as stored, however many keys it has: the longer one first, then an alias.
+#[test]
+fn an_alias_is_no_stored_block() {
+    let (mut pool, request) = (pool(4), request(0, 12));
+    let lease = take(&mut pool, 1);
+    cache_partial(&mut pool, &request, lease.ids()[0], 8);
+    cache_partial(&mut pool, &request, lease.ids()[0], 4);
+    assert_eq!(pool.prefix_map().num_keys(), 2);
+    assert_eq!((pool.num_blocks_stored(), pool.num_blocks_removed()), (1, 0));
+    pool.evict_blocks(lease.ids()).unwrap();
+    assert_eq!((pool.num_blocks_stored(), pool.num_blocks_removed()), (1, 1));
+}
