@@ -277,13 +277,100 @@ fn bare_nodes_go_when_a_child_leaves_them() {
     assert!(read_batch(&dump[0]).unwrap().events.iter().map(parents).eq([0, 1, 1]));
 }
 
+/// A removal of what is removed already says nothing, also where the block still joins others.
+#[test]
+fn a_bare_node_is_not_removed_again() {
+    for rule in [RemovalEvent::EveryCopy, RemovalEvent::LastCopy] {
+        let mut set = LiveSet::new(rule);
+        for (hash, parent) in [(1, None), (2, Some(1)), (3, Some(2)), (4, Some(2))] {
+            store_one(&mut set, hash, parent);
+        }
+        for _ in 0..2 {
+            remove_one(&mut set, 2);
+            assert_eq!((set.len(), set.numbers.len()), (3, 4));
+        }
+    }
+}
+
+/// A store with one token a block, or as many as are given.
+fn store_with(set: &mut LiveSet, hashes: &[u64], tokens: &[u32], keys: usize, salt: &str) {
+    let (mut hash_room, mut token_room, mut key_room) = (Vec::new(), Vec::new(), Vec::new());
+    let hashes: Vec<_> = hashes.iter().copied().map(ExternalBlockHash::Integer).collect();
+    let keys = vec![ExtraKeyValue::Text("key".into()); keys];
+    let event = Event::BlockStored(BlockStored {
+        block_hashes: BlockHashes::new(&hashes, &mut hash_room),
+        token_ids: TokenIds::new(tokens, &mut token_room),
+        block_size: 1,
+        extra_keys: Some(ExtraKeys::new(&keys, &mut key_room)),
+        cache_salt: Some(salt),
+        ..BlockStored::default()
+    });
+    let mut out = Vec::new();
+    encode_events(&[event], 0.0, Some(0), WireFormat::Router, &mut out);
+    set.apply(&out).unwrap();
+}
+
+/// Of each store of a dump: its hash, its tokens, how many extra keys.
+fn told(set: &LiveSet) -> Vec<(u64, Vec<u32>, Option<usize>)> {
+    let dump = set.dump(0.0, Some(0), WireFormat::Router);
+    let mut told = Vec::new();
+    for payload in &dump {
+        for event in read_batch(payload).unwrap().events {
+            let Event::BlockStored(stored) = event else { panic!("{event:?}") };
+            let hash = stored.block_hashes.iter().next().unwrap().low_bits();
+            let keys = stored.extra_keys.map(|keys| keys.len());
+            told.push((hash, stored.token_ids.iter().collect(), keys));
+        }
+    }
+    told
+}
+
+/// The content that was told last; extra keys only where there is one a hash.
+#[test]
+fn a_dump_tells_the_last_content() {
+    let mut set = LiveSet::new(RemovalEvent::LastCopy);
+    store_with(&mut set, &[1, 2], &[10, 20], 2, "salt");
+    assert_eq!(told(&set), [(1, vec![10], Some(1)), (2, vec![20], Some(1))]);
+    store_with(&mut set, &[1, 2], &[11, 21], 1, "salt");
+    assert_eq!(told(&set), [(1, vec![11], None), (2, vec![21], None)]);
+}
+
+/// A salt a tenant is kept no longer than its blocks, however often they are stored.
+#[test]
+fn memory_follows_what_is_live() {
+    let mut set = LiveSet::new(RemovalEvent::LastCopy);
+    let mut pass = |tenant: u32| {
+        let salt = format!("tenant {tenant:06}");
+        for _ in 0..3 {
+            store_with(&mut set, &[1], &[10], 1, &salt);
+        }
+        let held = set.num_bytes();
+        remove_one(&mut set, 1);
+        assert!(set.is_empty());
+        (held, set.num_bytes())
+    };
+    // The list of free numbers comes with the first removal.
+    pass(0);
+    let usual = pass(1);
+    for tenant in 2..200 {
+        assert_eq!(pass(tenant), usual, "tenant {tenant}");
+    }
+}
+
 /// Hashes of a chain make no ring; bytes of an attacker may.
 #[test]
 fn rings_end() {
     let mut set = LiveSet::new(RemovalEvent::EveryCopy);
     for (hash, parent) in [(1, 1), (2, 1), (3, 2), (1, 3), (2, 3), (3, 1)] {
         store_one(&mut set, hash, Some(parent));
-        assert!(!set.dump(0.0, Some(0), WireFormat::Router).is_empty());
+        let dump = set.dump(0.0, Some(0), WireFormat::Router);
+        let mut before = Vec::new();
+        for event in read_batch(&dump[0]).unwrap().events {
+            let Event::BlockStored(stored) = event else { panic!("{event:?}") };
+            let parent = stored.parent_block_hash.map(|parent| parent.low_bits());
+            assert!(parent.is_none_or(|parent| before.contains(&parent)), "{parent:?} comes later");
+            before.extend(stored.block_hashes.iter().map(|hash| hash.low_bits()));
+        }
     }
     for block in [1, 2, 3, 1, 2, 3] {
         remove_one(&mut set, block);
