@@ -559,3 +559,113 @@ fn a_restarted_engine_may_have_larger_blocks() {
     store(&mut index, worker, (0, large), (None, None), (None, &[9], &tokens[..8]));
     assert_eq!(whole(&index), [8]);
 }
+
+/// The same where engines tell the size of a group's blocks: they told it of the engine that is gone.
+#[test]
+fn a_restarted_engine_may_tell_no_block_size() {
+    let tokens: Vec<u32> = (0..8).collect();
+    let mut index = PrefixIndex::new();
+    let worker = index.add_worker(RemovalEvent::LastCopy);
+    let full = BlockStored { kv_cache_spec_kind: Some("full_attention"), ..BlockStored::default() };
+    let told = BlockStored { block_size: 4, group_block_size: Some(8), ..full };
+    store_fields(&mut index, worker, &told, &[1], &tokens[..4]);
+    send(&mut index, worker, Event::AllBlocksCleared);
+    let untold = BlockStored { block_size: 4, ..full };
+    store_fields(&mut index, worker, &untold, &[1], &tokens[..4]);
+    assert_eq!(matched(&index, Prompt { token_ids: &tokens, ..Prompt::default() }), [4]);
+}
+
+/// A store of these hashes and tokens; what else it says is in `fields`.
+fn store_fields(
+    index: &mut PrefixIndex,
+    worker: WorkerId,
+    fields: &BlockStored<'_>,
+    hashes: &[u64],
+    tokens: &[u32],
+) {
+    let (mut hash_room, mut token_room) = (Vec::new(), Vec::new());
+    let hashes: Vec<_> = hashes.iter().copied().map(ExternalBlockHash::Integer).collect();
+    let block_hashes = BlockHashes::new(&hashes, &mut hash_room);
+    let token_ids = TokenIds::new(tokens, &mut token_room);
+    send(index, worker, Event::BlockStored(BlockStored { block_hashes, token_ids, ..*fields }));
+}
+
+/// What lies on a host's memory or a disk is not on the GPU, and its removal is none there.
+#[test]
+fn only_the_gpu_counts() {
+    let mut index = PrefixIndex::new();
+    let worker = index.add_worker(RemovalEvent::LastCopy);
+    let on = |medium| BlockStored { block_size: 2, medium, ..BlockStored::default() };
+    store_fields(&mut index, worker, &on(Some("CPU")), &[1], &[1, 2]);
+    assert_eq!(index.num_blocks(worker), 0);
+    for medium in [None, Some("GPU")] {
+        store_fields(&mut index, worker, &on(medium), &[1], &[1, 2]);
+        assert_eq!(index.num_blocks(worker), 1);
+    }
+    let mut room = Vec::new();
+    let block_hashes = BlockHashes::new(&[ExternalBlockHash::Integer(1)], &mut room);
+    let removed = BlockRemoved { block_hashes, medium: Some("CPU"), group_idx: None };
+    send(&mut index, worker, Event::BlockRemoved(removed));
+    assert_eq!(index.num_blocks(worker), 1);
+}
+
+/// The third block continues the second, which was gone when it was told: the event's parent is the
+/// first then. The tokens before it are those of both.
+#[test]
+fn a_block_is_placed_behind_its_announced_parent() {
+    let mut index = PrefixIndex::new();
+    let worker = index.add_worker(RemovalEvent::LastCopy);
+    let tokens = [1, 2, 3, 4, 5, 6];
+    let size = BlockStored { block_size: 2, ..BlockStored::default() };
+    store_fields(&mut index, worker, &size, &[1, 2], &tokens[..4]);
+    let third = BlockStored {
+        parent_block_hash: Some(ExternalBlockHash::Integer(1)),
+        announced_parent_block_hash: Some(ExternalBlockHash::Integer(2)),
+        ..size
+    };
+    store_fields(&mut index, worker, &third, &[3], &tokens[4..]);
+    assert_eq!(matched(&index, Prompt { token_ids: &tokens, ..Prompt::default() }), [6]);
+}
+
+/// An adapter without a name is known by its number, and each number is another adapter.
+#[test]
+fn adapters_without_names_have_numbers() {
+    let mut index = PrefixIndex::new();
+    let worker = index.add_worker(RemovalEvent::LastCopy);
+    let numbered = BlockStored { block_size: 2, lora_id: Some(3), ..BlockStored::default() };
+    store_fields(&mut index, worker, &numbered, &[1], &[1, 2]);
+    let asked =
+        |lora_name| matched(&index, Prompt { token_ids: &[1, 2], lora_name, ..Prompt::default() });
+    assert_eq!([asked(Some("3")), asked(Some("4")), asked(None)], [[2], [0], [0]]);
+}
+
+/// vLLM names the adapter and then the salt: of two equal texts the second is the salt.
+#[test]
+fn a_salt_may_be_called_like_the_adapter() {
+    let shape = GroupShape::new("full_attention", None, 2);
+    let mut index = PrefixIndex::new();
+    let worker = index.add_worker(RemovalEvent::LastCopy);
+    store(&mut index, worker, (0, shape), (Some("sql"), Some("sql")), (None, &[1], &[1, 2]));
+    let asked = |cache_salt| {
+        let lora_name = Some("sql");
+        matched(&index, Prompt { token_ids: &[1, 2], lora_name, cache_salt, ..Prompt::default() })
+    };
+    assert_eq!([asked(Some("sql")), asked(None)], [[2], [0]]);
+}
+
+/// An image that begins where a block ends is the next block's.
+#[test]
+fn an_image_at_the_end_of_a_block_is_the_next_block_s() {
+    let mut index = PrefixIndex::new();
+    let worker = index.add_worker(RemovalEvent::LastCopy);
+    let media =
+        ExtraKeyValue::Tuple(vec![ExtraKeyValue::Text("image".into()), ExtraKeyValue::Unsigned(0)]);
+    let mut key_room = Vec::new();
+    let entries = [ExtraKeyValue::Nil, ExtraKeyValue::Tuple(vec![media])];
+    let extra_keys = Some(ExtraKeys::new(&entries, &mut key_room));
+    let fields = BlockStored { block_size: 2, extra_keys, ..BlockStored::default() };
+    store_fields(&mut index, worker, &fields, &[1, 2], &[1, 2, 3, 4]);
+    let asked =
+        |media| matched(&index, Prompt { token_ids: &[1, 2, 3, 4], media, ..Prompt::default() });
+    assert_eq!([asked(&[("image", 2)]), asked(&[("other", 2)]), asked(&[])], [[4], [2], [2]]);
+}
