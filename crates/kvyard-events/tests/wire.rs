@@ -132,6 +132,25 @@ fn samples_w5_to_w7() {
     assert_eq!(encoded(&[salted], Some(0), WireFormat::Router), batch(&[&router]));
 }
 
+/// Two more fields that vLLM does not have: "group_block_size": 8, "announced_parent_block_hash": 9.
+#[test]
+fn further_fields_are_written_where_they_are_read() {
+    let payload = batch(&[W7]);
+    let store = read_batch(&payload).unwrap().events[0].clone();
+    let Event::BlockStored(w7) = store else { panic!("{store:?}") };
+    let told = Event::BlockStored(BlockStored {
+        group_block_size: Some(8),
+        announced_parent_block_hash: Some(ExternalBlockHash::Integer(9)),
+        ..w7
+    });
+    assert_eq!(vllm(told.clone()), batch(&[W7]));
+    assert_eq!(encoded(&[told.clone()], Some(0), WireFormat::Vllm033), batch(&[W7]));
+    let name = |name: &str| name.bytes().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let (size, parent) = (name("group_block_size"), name("announced_parent_block_hash"));
+    let router = W7.replacen("8c", "8e", 1) + &format!("b0{size}08bb{parent}09");
+    assert_eq!(encoded(&[told], Some(0), WireFormat::Router), batch(&[&router]));
+}
+
 #[test]
 fn samples_w8_to_w10() {
     let three = batch(&[W6, W2, W1]);
@@ -240,6 +259,27 @@ fn a_log_is_written_as_its_events_are() {
     assert_eq!(out, batch(&[&as_bytes(W6), &as_bytes(W2), W1]));
 }
 
+/// W2 with small hashes: msgpack's shortest numbers, as msgspec writes them.
+#[test]
+fn a_removal_has_the_shortest_number() {
+    for (low, number) in [
+        (5, "05"),
+        (u64::from(u32::MAX), "ceffffffff"),
+        (u64::from(u32::MAX) + 1, "cf0000000100000000"),
+    ] {
+        let mut pool = pool(2);
+        store(&mut pool, &[digest(low)], &[1, 2, 3, 4], &ExtraKeySource::default());
+        let mut log = EventLog::default();
+        pool.take_events(&mut log);
+        pool.evict_blocks(&[kvyard_core::BlockId(1)]).unwrap();
+        pool.take_events(&mut log);
+        let mut out = Vec::new();
+        encoder(WireFormat::Vllm025, HashForm::Integer).encode(&log, 1.5, Some(0), &mut out);
+        let w2: String = W2.split_whitespace().collect();
+        assert_eq!(out, batch(&[&w2.replace("cf8fce057e23bae91d", number)]));
+    }
+}
+
 /// Rule 9: the salt in `extra_keys[0]`, and as a field of every store of the request.
 #[test]
 fn salts_and_adapters_of_a_log() {
@@ -311,6 +351,31 @@ fn what_is_unknown_is_passed_over() {
     assert_eq!(read_batch(&bytes("94ca3fc0000090 05 c3")).unwrap().data_parallel_rank, Some(5));
 }
 
+/// Engines that know adapters by name alone send the name as `lora_id`; a name of its own goes before
+/// it, and nil is none, in whichever order the fields come.
+#[test]
+fn an_adapter_s_name_is_read_in_either_field() {
+    let id = "a76c6f72615f6964";
+    let name = "a96c6f72615f6e616d65";
+    let w5: String = W5.split_whitespace().collect();
+    let medium = "a66d656469756da3475055";
+    let sent = format!("{id}c0{medium}{name}c0");
+    assert!(w5.contains(&sent));
+    for (fields, expected) in [
+        (format!("{id}a14d{medium}{name}c0"), Some("M")),
+        (format!("{name}c0{medium}{id}a14d"), Some("M")),
+        (format!("{id}a14d{medium}{name}a14c"), Some("L")),
+        (format!("{name}a14c{medium}{id}a14d"), Some("L")),
+        (sent.clone(), None),
+    ] {
+        let payload = batch(&[&w5.replace(&sent, &fields)]);
+        match &read_batch(&payload).unwrap().events[0] {
+            Event::BlockStored(stored) => assert_eq!(stored.lora_name, expected, "{fields}"),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 #[test]
 fn malformed_payloads_say_where() {
     let problem = |hex: &str| {
@@ -335,6 +400,16 @@ fn malformed_payloads_say_where() {
     let removal = "81a474797065ac426c6f636b52656d6f766564";
     let missing = Problem::MissingField { field: "block_hashes" };
     assert_eq!(problem(&format!("930191{removal}00")), (3, missing));
+    // W5 without its tokens, and without its block size.
+    let w5: String = W5.split_whitespace().collect();
+    let lacks = |field: &str| w5.replacen("88", "87", 1).replace(field, "");
+    for (field, text) in [
+        ("token_ids", "a9746f6b656e5f6964739401020304"),
+        ("block_size", "aa626c6f636b5f73697a6504"),
+    ] {
+        let missing = Problem::MissingField { field };
+        assert_eq!(problem(&format!("930191{}00", lacks(text))), (3, missing));
+    }
     assert_eq!(problem("93019181a1ff0000"), (5, Problem::NotText));
 }
 
