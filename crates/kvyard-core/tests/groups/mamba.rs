@@ -371,3 +371,20 @@ fn look_ahead_counts_for_modes_none_and_all_only() {
         assert_eq!(engine.row("a").len(), expected, "{group:?}");
     }
 }
+
+/// A row that another request had holds none of its states: no hit, no state to start from, and draft
+/// slots of its own.
+#[test]
+fn a_row_that_is_used_again_starts_anew() {
+    let mut engine = Engine::of(40, &[mamba_with_drafts(4, ALIGN, 2)]);
+    let shape = |row: Vec<u32>| row.iter().map(|block| *block > 0).collect::<Vec<_>>();
+    let mut shapes = Vec::new();
+    for (name, first) in [("a", 0), ("b", 100)] {
+        let request = engine.run(name, first..first + 10);
+        // 10 tokens: two nulls, the running state, two slots for drafts.
+        shapes.push(shape(engine.row(name)));
+        assert_eq!(engine.manager.request_row(name).unwrap().0, 0);
+        engine.free(request.request_id());
+    }
+    assert_eq!(shapes, [[false, false, true, true, true]; 2]);
+}

@@ -217,3 +217,13 @@ fn retention_is_of_windows_and_states() {
     assert_eq!((engine.keyed("a", 0), engine.keyed("a", 1)), (all.clone(), all));
     assert_eq!((engine.keyed("a", 2), engine.keyed("a", 3)), (vec![6], vec![6]));
 }
+
+/// Every second block of six, the last of each period; and the one before the place where the prompt
+/// would be resent, 20 of its 24 tokens.
+#[test]
+fn states_of_every_second_block() {
+    let base = config(40, &[mamba(4, ALL)]);
+    let mut engine = Engine::new(KVCacheManagerConfig { retention_interval: Some(8), ..base });
+    engine.run("a", 0..24);
+    assert_eq!(engine.keyed("a", 0), [1, 3, 4, 5]);
+}

@@ -44,6 +44,33 @@ fn a_chain_does_not_depend_on_how_it_was_made() {
     }
 }
 
+/// The number of an adapter, the length of an item and where a text ends decide too. The salt below is
+/// what the other request's salt and item are, mark by mark, but for the lengths of the texts.
+#[test]
+fn what_looks_alike_differs() {
+    let tokens: Vec<u32> = (0..8).collect();
+    let first = |keys: &ExtraKeySource| fingerprints(KEY, &tokens, keys, 4)[0];
+    let adapter = |id| {
+        let lora = Lora { name: Texts::default().distinct("a"), path: None, id };
+        first(&ExtraKeySource::new(Some(lora), Vec::new(), None, None).unwrap())
+    };
+    assert_ne!(adapter(1), adapter(2));
+    let item = |length| first(&source(None, None, &[("a", 1, length)]));
+    assert_ne!(item(2), item(3));
+    let forged = "s\u{5}m\u{6}\0\0\0\0\u{7}\u{4}\0\0\0";
+    let honest = first(&source(None, Some("s"), &[("m", 0, 4)]));
+    assert_ne!(first(&source(None, Some(forged), &[])), honest);
+}
+
+/// An item that begins behind a block is none of the block's, which others share.
+#[test]
+fn items_of_the_next_block_do_not_count() {
+    let tokens: Vec<u32> = (0..8).collect();
+    let plain = fingerprints(KEY, &tokens, &ExtraKeySource::default(), 4);
+    let with = fingerprints(KEY, &tokens, &source(None, None, &[("a", 4, 2)]), 4);
+    assert_eq!((with[0], with[1] == plain[1]), (plain[0], false));
+}
+
 /// Every pair of different prefixes differs, from the first block that differs on; equal ones agree.
 #[test]
 fn whatever_decides_about_a_block_decides_about_its_fingerprint() {

@@ -498,3 +498,14 @@ fn row_54_hits_without_caching() {
     world.add("B", 0..9);
     assert!(is_invalid(&refused_hit(&mut world, &hit, 8), "new_computed_blocks"));
 }
+
+/// The pool knows blocks and no requests: the manager names who holds the block, and nobody else.
+#[test]
+fn ownership_errors_name_the_owners() {
+    let mut world = Harness::new(full(NUM_BLOCKS));
+    world.start("A", 0..4);
+    world.start("B", 100..104);
+    let error = world.manager.pool_mut().free_counted(&[BlockId(1)]).unwrap_err();
+    let text = world.manager.with_owners(error).to_string();
+    assert!(text.contains("\"A\"") && !text.contains("\"B\""), "{text}");
+}
