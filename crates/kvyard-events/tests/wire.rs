@@ -132,23 +132,25 @@ fn samples_w5_to_w7() {
     assert_eq!(encoded(&[salted], Some(0), WireFormat::Router), batch(&[&router]));
 }
 
-/// Two more fields that vLLM does not have: "group_block_size": 8, "announced_parent_block_hash": 9.
+/// Two more fields that vLLM does not have: the size 8 of the group's blocks, and the announced parent 9.
 #[test]
 fn further_fields_are_written_where_they_are_read() {
     let payload = batch(&[W7]);
-    let store = read_batch(&payload).unwrap().events[0].clone();
+    let store = read_batch(&payload).unwrap().events[0];
     let Event::BlockStored(w7) = store else { panic!("{store:?}") };
     let told = Event::BlockStored(BlockStored {
         group_block_size: Some(8),
         announced_parent_block_hash: Some(ExternalBlockHash::Integer(9)),
         ..w7
     });
-    assert_eq!(vllm(told.clone()), batch(&[W7]));
-    assert_eq!(encoded(&[told.clone()], Some(0), WireFormat::Vllm033), batch(&[W7]));
-    let name = |name: &str| name.bytes().map(|byte| format!("{byte:02x}")).collect::<String>();
-    let (size, parent) = (name("group_block_size"), name("announced_parent_block_hash"));
-    let router = W7.replacen("8c", "8e", 1) + &format!("b0{size}08bb{parent}09");
-    assert_eq!(encoded(&[told], Some(0), WireFormat::Router), batch(&[&router]));
+    assert_eq!(vllm(told), batch(&[W7]));
+    assert_eq!(encoded(&[told], Some(0), WireFormat::Vllm033), batch(&[W7]));
+    // Behind W7 and before the rank, with two more fields in the map's header.
+    let mut router = batch(&[&W7.replacen("8c", "8e", 1)]);
+    let rank = router.pop().unwrap();
+    router.extend(b"\xb0group_block_size\x08\xbbannounced_parent_block_hash\x09");
+    router.push(rank);
+    assert_eq!(encoded(&[told], Some(0), WireFormat::Router), router);
 }
 
 #[test]
