@@ -803,7 +803,7 @@ class LiveSet:
         """
     @property
     def latest_ts(self) -> float:
-        """The latest `ts` of a payload taken in, in seconds since the epoch; 0.0 before the first."""
+        """The latest `ts` of a payload taken in, in seconds since the epoch; 0.0 before any."""
     @property
     def num_bytes(self) -> int:
         """Bytes that the set takes, the allocator's own use estimated."""
