@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import kvyard
+import msgspec
 import pytest
 from kvyard.events import (
     EventPublisher,
@@ -296,6 +297,8 @@ def test_publishing_goes_on_while_a_dump_takes_its_time() -> None:
     class SlowSet:
         """Its dump takes as long as the test likes."""
 
+        latest_ts = 0.0
+
         def __init__(self) -> None:
             self.applied: list[int] = []
             self.dumping, self.go_on = threading.Event(), threading.Event()
@@ -404,8 +407,35 @@ def test_the_rank_is_filled_in() -> None:
     transport = Recorder()
     with EventPublisher(transport, data_parallel_rank=3, start_sequence=0) as publisher:
         publisher.publish(batch_of(1))
-        publisher.publish(KVEventBatch(1.5, [], 5))
-    assert [batch[-1] for _, batch in transport.sent] == [3, 5]
+        publisher.publish(KVEventBatch(1.5, [], 3))
+    assert [batch[-1] for _, batch in transport.sent] == [3, 3]
+
+
+@pytest.mark.parametrize("rank", [0, 3, 200, 70_000])
+@pytest.mark.parametrize("other", [None, 1, 4, 201, 70_001])
+def test_batches_of_another_rank_are_refused(rank: int, other: int | None) -> None:
+    """Consumers would take them for another engine's (rule 1: the rank is what tells)."""
+    transport = Recorder()
+    encoded = msgspec.msgpack.encode([1.5, [stored([1])], other])
+    with EventPublisher(transport, data_parallel_rank=rank, start_sequence=0) as publisher:
+        remedy = rf"take_event_batch\(data_parallel_rank={rank}\)"
+        with pytest.raises(kvyard.InvalidArgumentError, match=remedy):
+            publisher.publish(encoded)
+        if other is not None:
+            with pytest.raises(kvyard.InvalidArgumentError, match=f"the publisher's is {rank}"):
+                publisher.publish(KVEventBatch(1.5, [], other))
+        assert publisher.next_sequence == 0
+        publisher.publish(payload(stored([1]), rank=rank))
+        publisher.publish(kvyard.events.encode_batch([], 1.5, rank))
+    assert [msgspec.msgpack.decode(batch)[2] for _, batch in transport.sent] == [rank, rank]
+
+
+def test_encoded_batches_keep_their_format() -> None:
+    transport = Recorder()
+    batch = kvyard.events.encode_batch(batch_of(1).events, 1.5, wire_format="array")
+    with EventPublisher(transport, start_sequence=0) as publisher:
+        publisher.publish(batch)
+    assert transport.sent == [(0, batch)]
 
 
 def test_the_reset_takes_no_place_of_a_batch() -> None:
@@ -462,29 +492,80 @@ def test_what_is_no_batch_uses_no_number(batch: Any) -> None:
 
 
 def test_a_transport_that_hangs_holds_no_call_up() -> None:
-    """The live set lags behind by what may wait, and each `publish` takes in a few batches."""
+    """Neither `publish` nor the sending thread applies a batch; all are applied all the same."""
     applied: list[int] = []
-    most = 0
+    by: set[str] = set()
 
-    class CountingSet:
+    class SlowSet:
+        latest_ts = 0.0
+
         def __len__(self) -> int:
             return 0
 
         def apply(self, batch: bytes) -> None:
+            time.sleep(0.002)
+            by.add(threading.current_thread().name)
             applied.append(number_of(batch))
 
-    live_set: Any = CountingSet()
+    live_set: Any = SlowSet()
     transport = Recorder()
     transport.open.clear()
-    publisher = EventPublisher(transport, start_sequence=0, max_queue_size=50, live_set=live_set)
+    publisher = EventPublisher(transport, start_sequence=0, max_queue_size=1, live_set=live_set)
     publisher.publish(batch_of(0))
     assert transport.entered.wait(20)
+    started = time.monotonic()
     for i in range(1, 1000):
-        before = len(applied)
         publisher.publish(batch_of(i))
-        most = max(most, len(applied) - before)
-    assert most <= 4
-    assert 1000 - len(applied) <= 51
-    assert applied == list(range(len(applied)))
+    assert time.monotonic() - started < 1  # to apply them takes two seconds
+    assert publisher.num_unapplied > 0
+    wait_until(lambda: publisher.num_unapplied == 0)
+    wait_until(lambda: applied == list(range(1000)))
+    assert by.isdisjoint({threading.current_thread().name, "kvyard-events"})
+    assert transport.sent == []
     transport.open.set()
     publisher.close()
+
+
+def test_the_live_set_holds_no_batch_up() -> None:
+    """Consumers get a batch before the set has taken in those before it."""
+    go_on = threading.Event()
+    known = set(threading.enumerate())
+
+    class HangingSet:
+        latest_ts = 0.0
+
+        def __len__(self) -> int:
+            return 0
+
+        def apply(self, batch: bytes) -> None:
+            assert go_on.wait(60)
+
+        def dump(self, *_: object) -> list[bytes]:
+            return []
+
+    live_set: Any = HangingSet()
+    transport = Recorder()
+    publisher = EventPublisher(transport, start_sequence=0, live_set=live_set)
+    for i in range(10):
+        publisher.publish(batch_of(i))
+        time.sleep(0.005)
+    wait_until(lambda: len(transport.sent) == 10)
+    assert publisher.num_unapplied >= 9
+    go_on.set()
+    publisher.close()
+    assert set(threading.enumerate()) <= known
+    # A dump after the end applies what the thread left.
+    assert publisher.dump().next_sequence == 10
+    assert publisher.num_unapplied == 0
+
+
+def test_a_dump_is_no_older_than_the_batches_in_it() -> None:
+    """Clocks are set back: what a consumer has, with a lower number, would be newer than it."""
+    with EventPublisher(Recorder(), start_sequence=0, live_set=True) as publisher:
+        before = time.time()
+        publisher.publish(payload(stored([1]), ts=1.5))
+        times = [msgspec.msgpack.decode(batch)[0] for batch in publisher.dump().batches]
+        assert all(before <= ts <= time.time() for ts in times)
+        publisher.publish(payload(stored([2]), ts=before + 1000))
+        times = [msgspec.msgpack.decode(batch)[0] for batch in publisher.dump().batches]
+        assert times == [before + 1000] * 2

@@ -92,7 +92,7 @@ def test_bytes_that_are_no_batch_are_left_out_of_the_state(
     transport = Recorder()
     with EventPublisher(transport, start_sequence=0, live_set=True) as publisher:
         publisher.publish(payload(stored([1])))
-        publisher.publish(b"\x93\xc1 is not msgpack")
+        publisher.publish(b"\x93\xc1 is not msgpack\0")
         publisher.publish(payload(stored([2])))
         dump = publisher.dump()
     assert dump.next_sequence == 3
@@ -313,7 +313,7 @@ def test_ten_million_events_pass_with_flat_memory() -> None:
         while events < 10_000_000:
             for batch in (arriving, leaving):
                 publisher.publish(bytes(bytearray(batch)))  # bytes of their own, as an encoder's
-                wait_until(lambda: publisher.num_queued < 20)
+                wait_until(lambda: publisher.num_queued < 20 and publisher.num_unapplied < 20)
                 events += len(hashes)
             if events == 1_000_000:
                 memory = resident_bytes()

@@ -14,7 +14,6 @@ leaves none.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -38,8 +37,10 @@ SEQUENCE_LIMIT = (1 << 64) - 2
 
 _SECONDS_TO_CLOSE = 1.0
 _SECONDS_TO_CONNECT = 0.3
-_BATCHES_AT_A_TIME = 4
+_SECONDS_TO_GATHER = 0.01
 _ARRAY_OF_THREE = b"\x93"
+_BATCH_BEFORE_RANK = b"\x93\xcb\0\0\0\0\0\0\0\0\x90"
+"""The batch without events at 0.0 s, up to its rank."""
 
 StartSequence: TypeAlias = int | Literal["clock"] | None
 """Number of the first batch; "clock": milliseconds since the epoch; None: by the wire format."""
@@ -66,50 +67,77 @@ class EventTransport(Protocol):
 
 
 class _LiveState:
-    """A live set and the batches that it has yet to see.
+    """A live set, the batches that it has yet to see, and a thread that applies them.
 
-    Its lock is never waited for by `publish`: a dump of a large pool takes a while, and what is
-    published meanwhile waits here, as references to bytes.
+    Its lock is never waited for by `publish` or by the sending thread: a dump of a large pool takes
+    a while, and what is published meanwhile waits here, as references to bytes.
     """
 
     def __init__(self, live_set: LiveSet, next_sequence: int) -> None:
-        self.waiting: deque[tuple[int, bytes]] = deque()
         self.num_failed = 0
+        self._waiting: deque[tuple[int, bytes]] = deque()
         self._live_set = live_set
         self._next_sequence = next_sequence
         self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvyard-live-set", daemon=True)
+        self._thread.start()
 
-    def catch_up(self, most: int | None = None) -> None:
-        """Apply what waits, or so many batches of it, unless somebody else is at it."""
-        if self._lock.acquire(blocking=False):
-            try:
-                self._apply_waiting(most)
-            finally:
-                self._lock.release()
+    def __len__(self) -> int:
+        """Batches that wait."""
+        return len(self._waiting)
+
+    def append(self, entry: tuple[int, bytes]) -> None:
+        """Leave a numbered batch to the thread."""
+        self._waiting.append(entry)
+        if not self._wake.is_set():  # waking a thread costs more than all else here
+            self._wake.set()
 
     def dump(self, data_parallel_rank: int, wire_format: WireFormat) -> EventDump:
         """The state up to the last batch that was numbered before."""
         with self._lock:
-            self._apply_waiting()
-            # Not earlier: a consumer takes what is older than the dump for a part of it.
-            now = time.time()
+            for _ in range(len(self._waiting)):  # not those that come meanwhile
+                self._apply_one()
+            # Not earlier than any batch: consumers take what is older than the dump for a part of
+            # it, and what is newer, with a lower number, for a restart. Clocks may be set back.
+            now = max(time.time(), self._live_set.latest_ts)
             cleared = encode_batch([AllBlocksCleared()], now, data_parallel_rank, wire_format)
             batches = self._live_set.dump(now, data_parallel_rank, wire_format)
             return EventDump([cleared, *batches], self._next_sequence)
 
-    def _apply_waiting(self, most: int | None = None) -> None:
-        left = itertools.count() if most is None else range(most)
-        for _ in left:
-            if not self.waiting:
-                return
-            sequence, payload = self.waiting.popleft()
-            try:
-                self._live_set.apply(payload)
-            except Exception:
-                # Consumers cannot read it either, so that leaving it out keeps us equal to them.
-                self.num_failed += 1
-                logger.exception("batch %d is not in the wire format; it is left out", sequence)
-            self._next_sequence = sequence + 1
+    def close(self) -> None:
+        """End the thread after the batch at hand; a dump still applies what waits."""
+        self._closed = True
+        self._wake.set()
+        # A dump may hold the thread up; it ends behind that.
+        self._thread.join(_SECONDS_TO_CLOSE)
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            # Batches gather, so that one wake-up pays for many; cleared before they are looked for.
+            time.sleep(_SECONDS_TO_GATHER)
+            self._wake.clear()
+            # What comes meanwhile is for the next round, so that a dump need not wait for it.
+            for _ in range(len(self._waiting)):
+                if self._closed:
+                    return
+                with self._lock:
+                    self._apply_one()
+
+    def _apply_one(self) -> None:
+        """Apply the oldest batch, if a dump did not; the caller holds the lock."""
+        if not self._waiting:
+            return
+        sequence, payload = self._waiting.popleft()
+        try:
+            self._live_set.apply(payload)
+        except Exception:
+            # Consumers cannot read it either, so that leaving it out keeps us equal to them.
+            self.num_failed += 1
+            logger.exception("batch %d is not in the wire format; it is left out", sequence)
+        self._next_sequence = sequence + 1
 
 
 class EventPublisher:
@@ -158,7 +186,7 @@ class EventPublisher:
         """
         self.wire_format = _wire_format(wire_format)
         self.data_parallel_rank = data_parallel_rank
-        _at_least("data_parallel_rank", data_parallel_rank, 0)
+        self._encoded_rank = _encoded_rank(data_parallel_rank)
         _at_least("buffer_steps", buffer_steps, 1)
         _at_least("max_queue_size", max_queue_size, 1)
         self._next_sequence = _first_sequence(start_sequence, self.wire_format)
@@ -181,11 +209,13 @@ class EventPublisher:
         """Number a batch and queue it; returns at once, whatever consumers do.
 
         Args:
-            batch: Encoded (`take_event_batch`), or as objects; a rank that is None becomes the
-                publisher's. None, which is what a step without events gives, is nothing.
+            batch: Encoded (`take_event_batch`), with the publisher's rank; it keeps its wire
+                format. Or as objects, with that rank or None, which becomes it. None, which is
+                what a step without events gives, is nothing.
 
         Raises:
-            InvalidArgumentError: It cannot be encoded, or is no batch; no number is used up.
+            InvalidArgumentError: It cannot be encoded, is no batch, or has another rank, which
+                consumers would take for another engine's; no number is used up.
             PublisherClosedError: The publisher has been closed.
         """
         if self._closed:
@@ -193,7 +223,7 @@ class EventPublisher:
         if batch is None:
             return
         if isinstance(batch, bytes | bytearray | memoryview):
-            payload = _checked(bytes(batch))
+            payload = self._checked(bytes(batch))
         else:
             payload = self._encode(batch)
         with self._changed:
@@ -206,10 +236,6 @@ class EventPublisher:
                 self._append(self._encode(KVEventBatch(time.time(), [AllBlocksCleared()])), room)
             self._append(payload, room)
             self._changed.notify()
-        # The thread keeps the live set up to date. If the transport holds it up, the work is done
-        # here, a little at a time, but more than comes in.
-        if self._live is not None and len(self._live.waiting) > self._max_queue_size:
-            self._live.catch_up(_BATCHES_AT_A_TIME)
 
     def dump(self) -> EventDump:
         """The pool's content, and the number from which the stream continues it.
@@ -257,6 +283,8 @@ class EventPublisher:
         with self._changed:
             self._num_dropped += len(self._queue)
             self._queue.clear()
+        if self._live is not None:
+            self._live.close()
 
     @property
     def next_sequence(self) -> int:
@@ -284,6 +312,11 @@ class EventPublisher:
         return 0 if self._live is None else self._live.num_failed
 
     @property
+    def num_unapplied(self) -> int:
+        """Batches that the live set has yet to take in; they are kept in memory until then."""
+        return 0 if self._live is None else len(self._live)
+
+    @property
     def num_queued(self) -> int:
         """Batches that wait for the transport."""
         return len(self._queue)
@@ -306,12 +339,30 @@ class EventPublisher:
             raise InvalidArgumentError(
                 f"batch: bytes or a KVEventBatch is expected, not {type(batch).__name__}"
             )
-        rank = batch.data_parallel_rank
-        rank = self.data_parallel_rank if rank is None else rank
+        rank = self.data_parallel_rank
+        if batch.data_parallel_rank not in (None, rank):
+            raise InvalidArgumentError(
+                f"batch: its data_parallel_rank is {batch.data_parallel_rank!r}, the publisher's is"
+                f" {rank}; leave it None, which becomes that"
+            )
         try:
             return encode_batch(batch.events, batch.ts, rank, self.wire_format)
         except TypeError as error:
             raise InvalidArgumentError(f"batch: {error}") from error
+
+    def _checked(self, payload: bytes) -> bytes:
+        """Refuse what is clearly no batch of this rank; reading all of it would cost too much."""
+        if not payload.startswith(_ARRAY_OF_THREE):
+            raise InvalidArgumentError(
+                f"batch: {payload[:8]!r}... is no encoded batch, which is a msgpack array of three"
+            )
+        if not payload.endswith(self._encoded_rank):
+            rank = self.data_parallel_rank
+            raise InvalidArgumentError(
+                f"batch: its data_parallel_rank is not {rank}, the publisher's; encode it with"
+                f" take_event_batch(data_parallel_rank={rank})"
+            )
+        return payload
 
     def _append(self, payload: bytes, room: int) -> None:
         """Number a payload, and queue it if fewer than `room` wait; the caller holds the lock."""
@@ -319,7 +370,7 @@ class EventPublisher:
         self._next_sequence += 1
         self._ring.append(entry)
         if self._live is not None:
-            self._live.waiting.append(entry)
+            self._live.append(entry)
         if len(self._queue) < room:
             self._queue.append(entry)
         else:
@@ -333,8 +384,6 @@ class EventPublisher:
             except Exception:
                 self._num_failed += 1
                 logger.exception("batch %d could not be sent", entry[0])
-            if self._live is not None:
-                self._live.catch_up()
         try:
             self._transport.close()
         except Exception:
@@ -493,18 +542,19 @@ def _live_state(live_set: bool | LiveSet, next_sequence: int) -> _LiveState | No
     return _LiveState(live_set, next_sequence)
 
 
+def _encoded_rank(data_parallel_rank: int) -> bytes:
+    """The rank as it stands at the end of each batch."""
+    _at_least("data_parallel_rank", data_parallel_rank, 0)
+    try:
+        empty = encode_batch([], 0.0, data_parallel_rank)
+    except (OverflowError, InvalidArgumentError) as error:
+        raise ConfigError(f"data_parallel_rank: {data_parallel_rank} is too large") from error
+    return empty[len(_BATCH_BEFORE_RANK) :]
+
+
 def _at_least(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}: {value!r} is not a whole number, {least} or more")
-
-
-def _checked(payload: bytes) -> bytes:
-    """Refuse what is clearly no batch; reading all of it would cost too much here."""
-    if not payload.startswith(_ARRAY_OF_THREE):
-        raise InvalidArgumentError(
-            f"batch: {payload[:8]!r}... is no encoded batch, which is a msgpack array of three"
-        )
-    return payload
 
 
 def _closed_error() -> PublisherClosedError:
