@@ -5,25 +5,20 @@ from __future__ import annotations
 import random
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import kvyard
 import pytest
-import zmq
 from kvyard.events import (
     BatchSource,
     EventSubscription,
-    KVEventBatch,
-    ReceivedBatch,
     ZmqPublisher,
     subscribe,
 )
 
 from tests.event_streams import (
     CLEARED,
-    CONTEXT,
-    END_MARKER,
     Consumer,
     Engine,
     batch_of,
@@ -36,101 +31,22 @@ from tests.event_streams import (
     stored,
     wait_until,
 )
+from tests.foreign_engine import (
+    LIVE,
+    REPLAY,
+    RESTART,
+    Engine025,
+    block,
+    counters,
+    following,
+    take,
+    told,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
-
-LIVE, REPLAY, DUMP, RESTART = BatchSource
-
-
-class Engine025:
-    """The sockets of an engine that is not ours: PUB, and a ROUTER over all that was published.
-
-    Written from the spec (manager 8.5); with `topic` the replies have five frames, as vLLM 0.33's.
-    """
-
-    def __init__(self, *, topic: bytes | None = None, has_replay: bool = True) -> None:
-        self.endpoint, self.replay_endpoint = fresh_inproc(), fresh_inproc()
-        self.ring: list[tuple[int, bytes]] = []
-        self.asked: list[int] = []
-        self._topic = [] if topic is None else [topic]
-        self._live_topic = topic or b""
-        self._pub = CONTEXT.socket(zmq.PUB)
-        self._pub.bind(self.endpoint)
-        self._stop = threading.Event()
-        self._router = CONTEXT.socket(zmq.ROUTER)
-        self._router.bind(self.replay_endpoint)
-        self._thread = threading.Thread(target=self._answer)
-        if has_replay:
-            self._thread.start()
-
-    def send(self, sequence: int, batch: bytes, *, lost: bool = False, burnt: bool = False) -> None:
-        """Publish; `lost` on the way, or `burnt`: never sent nor kept."""
-        if not burnt:
-            self.ring.append((sequence, batch))
-        if not lost and not burnt:
-            self._pub.send_multipart((self._live_topic, number(sequence), batch))
-
-    def send_frames(self, *frames: bytes) -> None:
-        self._pub.send_multipart(frames)
-
-    def close(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._pub.close(0)
-        self._router.close(0)
-
-    def _answer(self) -> None:
-        while not self._stop.is_set():
-            if not self._router.poll(5):
-                continue
-            client, empty, start = self._router.recv_multipart()
-            self.asked.append(int.from_bytes(start, "big"))
-            for sequence, batch in self.ring:
-                if sequence >= self.asked[-1]:
-                    reply = [*self._topic, number(sequence), batch]
-                    self._router.send_multipart([client, empty, *reply])
-            self._router.send_multipart([client, empty, *self._topic, END_MARKER, b""])
-
-
-@contextmanager
-def following(engine: Engine025, **options: Any) -> Iterator[tuple[Engine025, EventSubscription]]:
-    """A subscription to an engine; both are closed."""
-    with ExitStack() as stack:
-        stack.callback(engine.close)
-        if options.pop("replay", True):
-            options["replay_endpoint"] = engine.replay_endpoint
-        subscription = stack.enter_context(subscribe(engine.endpoint, **options))
-        time.sleep(0.02)
-        yield engine, subscription
-
-
-def take(subscription: EventSubscription, count: int) -> list[ReceivedBatch]:
-    """The next batches, and no more."""
-    received = [subscription.receive(20) for _ in range(count)]
-    assert subscription.receive(0) is None
-    return [item for item in received if item is not None]
-
-
-def told(items: list[ReceivedBatch]) -> list[tuple[int, str, int]]:
-    """Number, source and lost batches of each."""
-    return [(item.sequence, item.source, item.num_lost) for item in items]
-
-
-def counters(subscription: EventSubscription) -> dict[str, int]:
-    """Those that are not zero."""
-    names = [name for name in dir(subscription) if name.startswith("num_")]
-    return {name: value for name in names if (value := getattr(subscription, name))}
-
-
-def block(i: int) -> bytes:
-    """A batch that stores block i."""
-    return payload(stored([i]))
-
 
 # ----------------------------------------------------------------------------------- the quiet case
 
@@ -271,8 +187,8 @@ def test_a_replay_endpoint_that_is_silent_costs_its_time_only() -> None:
         engine.send(0, block(0))
         engine.send(2, block(2))
         assert told(take(subscription, 2)) == [(0, LIVE, 0), (2, LIVE, 1)]
-        # At the start for a dump and a replay, then for the gap.
-        assert subscription.num_failed_requests == 4
+        # At the start for a dump, then for the gap: who is silent is not asked a second question.
+        assert subscription.num_failed_requests == 2
 
 
 def test_the_first_batch_may_be_lost_to_who_was_there_before_it() -> None:
@@ -409,6 +325,29 @@ def test_our_publisher_restarts_under_a_consumer(live_set: bool, tmp_path: Path)
         assert subscription.num_lost == 0
 
 
+def test_each_restart_has_a_clock_of_its_own() -> None:
+    """What the first engine replayed is newer than the third's batches, by the second's clock."""
+    with following(Engine025()) as (engine, subscription):
+        for i in range(3):
+            engine.send(i, payload(stored([i]), ts=100.0 + i), lost=i < 2)
+        assert told(take(subscription, 3)) == [(i, REPLAY, 0) for i in range(3)]
+        engine.ring.clear()
+        engine.send(0, payload(stored([100]), ts=50.0))
+        assert told(take(subscription, 2)) == [(0, RESTART, 0), (0, LIVE, 0)]
+        for i in range(1, 5):
+            engine.send(i, payload(stored([100 + i]), ts=50.0 + i), lost=True)
+        subscription.catch_up()
+        assert told(take(subscription, 4)) == [(i, REPLAY, 0) for i in range(1, 5)]
+        # Lower than expected and higher than the last live one: only its time tells.
+        engine.ring.clear()
+        for i in range(3):
+            engine.send(i, payload(stored([200 + i]), ts=60.0 + i), lost=i < 2)
+        items = take(subscription, 4)
+        assert told(items) == [(2, RESTART, 0), (0, REPLAY, 0), (1, REPLAY, 0), (2, REPLAY, 0)]
+        assert [number_of(item.payload) for item in items[1:]] == [200, 201, 202]
+        assert (subscription.num_restarts, subscription.num_lost) == (2, 0)
+
+
 # ------------------------------------------------------------------------------ what is not a batch
 
 
@@ -453,6 +392,27 @@ def test_closing_ends_the_iteration_of_another_thread() -> None:
         assert subscription.receive(0) is None
         assert list(subscription) == []
         subscription.catch_up()
+
+
+def test_catching_up_while_another_thread_receives() -> None:
+    """That thread asks; the call returns at once."""
+    with following(Engine025(), catch_up=False) as (engine, subscription):
+        engine.send(0, block(0))
+        received: list[int] = []
+        thread = threading.Thread(
+            target=lambda: received.extend(item.sequence for item in subscription)
+        )
+        thread.start()
+        wait_until(lambda: received == [0])
+        engine.send(1, block(1), lost=True)
+        started = time.monotonic()
+        subscription.catch_up()
+        assert time.monotonic() - started < 1
+        wait_until(lambda: received == [0, 1])
+        assert engine.asked == [1]
+        subscription.close()
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 # ------------------------------------------------------- losing batches of a real manager
@@ -570,75 +530,3 @@ def test_a_dump_while_the_pool_goes_on_fits_the_stream() -> None:
         for thread in threads:
             thread.join(60)
         assert all(consumer.content == engine.content() for consumer in consumers)
-
-
-# ------------------------------------------------------------------------------------ completeness
-
-
-def test_a_late_consumer_is_told_that_it_knows_a_part() -> None:
-    with following(Engine025(), replay=False) as (engine, subscription):
-        engine.send(7, block(7))
-        assert len(take(subscription, 1)) == 1
-        assert not subscription.is_complete
-        engine.send(8, payload(CLEARED, stored([8])))
-        assert len(take(subscription, 1)) == 1
-        assert subscription.is_complete
-        engine.send(10, block(10))
-        assert told(take(subscription, 1)) == [(10, LIVE, 1)]
-        assert not subscription.is_complete
-
-
-@pytest.mark.parametrize(("first", "is_complete"), [(0, True), (10, False)])
-def test_what_a_ring_has_may_be_all_or_a_part(first: int, is_complete: bool) -> None:
-    engine = Engine025()
-    for i in range(first, first + 3):
-        engine.send(i, block(i))
-    with following(engine) as (_, subscription):
-        assert not subscription.is_complete
-        assert len(take(subscription, 3)) == 3
-        assert subscription.is_complete == is_complete
-
-
-def test_a_batch_that_cannot_be_read_may_have_said_anything() -> None:
-    with following(Engine025(), replay=False) as (engine, subscription):
-        engine.send(0, block(0))
-        assert len(take(subscription, 1)) == 1
-        assert subscription.is_complete
-        engine.send(1, b"\xc1")
-        engine.send(2, block(2))
-        assert len(take(subscription, 1)) == 1
-        assert not subscription.is_complete
-
-
-@pytest.mark.parametrize("live_set", [False, True])
-def test_the_state_makes_a_late_consumer_complete(live_set: bool) -> None:
-    endpoint, replay = fresh_inproc(), fresh_inproc()
-    with ZmqPublisher(endpoint, replay, live_set=live_set, buffer_steps=2) as publisher:
-        for i in range(1, 6):
-            publisher.publish(batch_of(i))
-        with subscribe(endpoint, replay_endpoint=replay) as subscription:
-            assert subscription.receive(20) is not None
-            assert subscription.is_complete == live_set
-
-
-def test_a_consumer_of_the_predecessor_sees_the_reset_without_replay(tmp_path: Path) -> None:
-    """ZMQ connects again a tenth of a second after the restart; the first batch waits for that."""
-    endpoint = f"ipc://{tmp_path}/e"
-    publisher = ZmqPublisher(endpoint)
-    with subscribe(endpoint) as subscription:
-        publisher.publish(batch_of(1))
-        assert len(received_batches(subscription, 2)) == 2
-        publisher.close()
-        with ZmqPublisher(endpoint) as publisher:
-            publisher.publish(batch_of(2))  # at once
-            cleared, stored_again = received_batches(subscription, 2)
-        assert [type(event).__name__ for event in cleared.events] == ["AllBlocksCleared"]
-        assert stored_again.events == batch_of(2).events
-        assert subscription.is_complete
-        assert (subscription.num_restarts, subscription.num_lost) == (1, 0)
-
-
-def received_batches(subscription: EventSubscription, count: int) -> list[KVEventBatch]:
-    """The next batches."""
-    received = [subscription.receive(20) for _ in range(count)]
-    return [item.batch for item in received if item is not None]

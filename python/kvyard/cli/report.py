@@ -51,6 +51,28 @@ def _can_print(text: str) -> bool:
     return True
 
 
+def check_writable(name: str) -> None:
+    """Find out before a long run whether its report can be written; leaves no file behind.
+
+    Args:
+        name: Its path.
+
+    Raises:
+        CommandError: The file cannot be written.
+    """
+    path = Path(name)
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            return  # opening a pipe would wait for its reader
+        was_there = path.exists()
+        with path.open("a", encoding="utf-8"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise CommandError(f"{name}: {error.strerror}") from error
+
+
 def write_json(name: str, report: dict[str, Any]) -> None:
     """Write a report.
 

@@ -93,12 +93,14 @@ class GroupView:
 
     Attributes:
         kind: Its attention kind, or "" if the stream does not tell.
-        block_size: Tokens per block.
+        block_size: Tokens per block: of the group where the stream told that, else of the last
+            store, which for a boundary inside a block has the tokens that it covers.
         live: Hash of each live block, with the hash of the first block of its prefix.
         prefixes: The prefixes of live blocks, by the hash of their first block.
         num_stored: Blocks stored since the beginning.
         num_removed: Blocks removed since the beginning.
         peak: Most live blocks at any time.
+        is_block_size_told: Whether the stream told the group's block size.
     """
 
     kind: str = ""
@@ -108,13 +110,17 @@ class GroupView:
     num_stored: int = 0
     num_removed: int = 0
     peak: int = 0
+    is_block_size_told: bool = False
     stores: Rate = field(default_factory=Rate)
     removals: Rate = field(default_factory=Rate)
 
     def store(self, event: BlockStored, now: float, *, counts: bool) -> None:
         """Add the event's blocks; one that is live already stays where it is."""
         self.kind = event.kv_cache_spec_kind or self.kind
-        self.block_size = event.block_size
+        if event.group_block_size is not None:
+            self.block_size, self.is_block_size_told = event.group_block_size, True
+        elif not self.is_block_size_told:
+            self.block_size = event.block_size
         parent = event.parent_block_hash
         for i, block_hash in enumerate(event.block_hashes):
             root = self.live.get(block_hash)

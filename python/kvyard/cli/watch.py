@@ -29,6 +29,7 @@ _SECONDS_BETWEEN_DRAWINGS = 0.5
 _SECONDS_BETWEEN_TABLES = 5.0
 _SECONDS_OF_QUIET = 0.5
 _MOST_SECONDS_ONCE = 5.0
+_MOST_SECONDS_OF_REPLAY = 2.0
 _NOTHING_RECEIVED = 1
 _REPLAY_HINT = " (--replay ENDPOINT shows what was said before)"
 
@@ -174,9 +175,14 @@ def run(options: argparse.Namespace) -> int:
         CommandError: An endpoint or an option is wrong, or pyzmq is missing.
     """
     _check(options)
+    seconds = options.seconds or (_MOST_SECONDS_ONCE if options.once else float("inf"))
     try:
         subscription = subscribe(
-            options.endpoint, replay_endpoint=options.replay, topic=options.topic
+            options.endpoint,
+            replay_endpoint=options.replay,
+            topic=options.topic,
+            # An engine that does not replay leaves time for what it publishes.
+            replay_timeout=min(_MOST_SECONDS_OF_REPLAY, seconds / 2),
         )
     except kvyard.KVCacheError as error:
         raise CommandError(str(error)) from error
@@ -184,9 +190,9 @@ def run(options: argparse.Namespace) -> int:
         watcher = Watcher(subscription, options)
         try:
             if options.once:
-                _watch_once(watcher, options.seconds or _MOST_SECONDS_ONCE)
+                _watch_once(watcher, seconds)
             else:
-                _watch(watcher, options.seconds or float("inf"))
+                _watch(watcher, seconds)
         except KeyboardInterrupt:
             print(file=sys.stderr)
         print(watcher.text())
@@ -216,6 +222,8 @@ def _check(options: argparse.Namespace) -> None:
         raise CommandError(f"--num-blocks: {options.num_blocks} is no size of a pool")
     if options.prefixes < 0:
         raise CommandError(f"--prefixes: {options.prefixes} is negative")
+    if options.json:
+        report.check_writable(options.json)
     for endpoint in filter(None, (options.endpoint, options.replay)):
         if "*" in endpoint:
             raise CommandError(

@@ -18,6 +18,10 @@ _IPC = "ipc://"
 _SECONDS_TO_BIND = 0.2
 
 
+class NoAnswerError(Exception):
+    """Nobody at a replay endpoint answered, not even that there is nothing to tell."""
+
+
 def endpoint_for_rank(endpoint: str, data_parallel_rank: int) -> str:
     """Give each data-parallel rank an endpoint of its own.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from kvyard.events.endpoints import connect
+from kvyard.events.endpoints import NoAnswerError, connect
 from kvyard.events.zmq_transport import DUMP_REQUEST, END_MARKER, NUMBER_BYTES
 
 if TYPE_CHECKING:
@@ -60,6 +60,9 @@ class ReplayClient:
         Returns:
             Numbers and payloads, ascending. They begin above `start` where the ring has lost it,
             and end early where the answer broke off.
+
+        Raises:
+            NoAnswerError: No reply came.
         """
         replies, _ = self._ask(start.to_bytes(NUMBER_BYTES, "big"))
         ascending: list[tuple[int, bytes]] = []
@@ -69,14 +72,21 @@ class ReplayClient:
         return ascending
 
     def dump(self) -> tuple[list[bytes], int] | None:
-        """The publisher's state: its batches and the number that follows; None if it has none."""
+        """The publisher's state: its batches and the number that follows.
+
+        Returns:
+            None if it keeps none, or if the answer broke off.
+
+        Raises:
+            NoAnswerError: No reply came.
+        """
         replies, end = self._ask(DUMP_REQUEST)
         if end is None or len(end) != NUMBER_BYTES:
             return None
         return [payload for _, payload in replies], int.from_bytes(end, "big")
 
     def _ask(self, request: bytes) -> tuple[list[tuple[int, bytes]], bytes | None]:
-        """Replies and the end marker's payload, or None if it did not come."""
+        """Replies and the end marker's payload, or None if that did not come."""
         replies: list[tuple[int, bytes]] = []
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
@@ -101,4 +111,6 @@ class ReplayClient:
                 if len(frames) == 3 or frames[1].startswith(self._topic):
                     replies.append((int.from_bytes(number, "big"), payload))
         self.num_failed += 1
+        if not replies:
+            raise NoAnswerError
         return replies, None

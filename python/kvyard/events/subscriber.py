@@ -14,6 +14,7 @@ state or reset. It is False too for who came late to a publisher that cannot tel
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import threading
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvyard._kvyard import decode_batch, encode_batch, inspect_batch
 from kvyard.errors import ConfigError, EventDecodeError
-from kvyard.events.endpoints import connect, zmq_context
+from kvyard.events.endpoints import NoAnswerError, connect, zmq_context
 from kvyard.events.types import AllBlocksCleared
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class ReceivedBatch:
         sequence: Its number. Batches of a dump have the number at which the stream goes on.
         payload: Its bytes as received: what `PrefixIndex` and `LiveSet` take.
         source: How it came.
-        num_lost: Batches before it that nobody has any more; what they said is not known.
+        num_lost: Batches before it that nobody has any more; what they said is not known. 1 stands
+            for one or more where it is the first batch of a subscription that was there before
+            anything had been published: it is not known at which number the stream began.
     """
 
     sequence: int
@@ -91,12 +94,15 @@ class EventSubscription:
     Attributes:
         is_complete: Whether whoever applied all that was delivered so far holds all that the pool
             held then: the stream was followed from its first batch, a reset, or a dump on, and
-            nothing was lost since.
+            nothing was lost since. In a stream that numbers from 0 it can be wrong: if an engine
+            restarts, and has published as many batches as its predecessor before one of them
+            arrives, that one bears the number that should come next, and nothing tells. Streams
+            of `start_sequence="clock"`, the default of the format `router`, are free of that.
         num_received: Batches delivered.
         num_gaps: Times that numbers were missing.
         num_replayed: Batches that came from the publisher's ring.
         num_dumps: Times that the state came from a dump.
-        num_lost: Batches that could not be recovered.
+        num_lost: Batches that could not be recovered, at the least (see `ReceivedBatch`).
         num_restarts: Times that the publisher began anew, with a lower number, or with a jump to
             an `AllBlocksCleared`.
         num_duplicates: Live messages left out since they had been recovered before.
@@ -135,6 +141,7 @@ class EventSubscription:
         self._recovered_until = float("-inf")
         """Publisher's time up to which recovered batches reach."""
         self._must_catch_up = catch_up
+        """Whether the receiving thread is to ask for what is missing."""
         self._closed = False
         self._lock = threading.RLock()
         self._client: ReplayClient | None = None
@@ -168,10 +175,8 @@ class EventSubscription:
         """
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         with self._lock:
-            if self._must_catch_up:
-                self._must_catch_up = False
-                self.catch_up()
             while not self._closed:
+                self._catch_up_if_wanted()
                 while self._waiting:
                     received = self._checked(self._waiting.popleft())
                     if received is not None:
@@ -187,18 +192,16 @@ class EventSubscription:
         """Ask the replay endpoint, if there is one, for what is missing up to now.
 
         The first time it is asked for the state, or, if it keeps none, for all that it has.
-        Afterwards a gap is found when the next batch comes; this finds one at the end.
+        Afterwards a gap is found when the next batch comes; this finds one at the end. While
+        another thread receives, it is that one which asks, within a tenth of a second, and this
+        returns at once.
         """
-        with self._lock:
-            if self._client is None or self._closed:
-                return
-            if self._next is not None:
-                self._recover(self._client, self._next)
-            elif not self._take_dump(self._client):
-                num_failed = self._client.num_failed
-                batches = self._client.replay(0)
-                self._append_replayed(batches)
-                self._came_first = not batches and self._client.num_failed == num_failed
+        self._must_catch_up = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._catch_up_if_wanted()
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """End the iteration and close the socket; harmless twice, allowed from any thread."""
@@ -233,6 +236,23 @@ class EventSubscription:
     ) -> None:
         """Close it."""
         self.close()
+
+    def _catch_up_if_wanted(self) -> None:
+        """Do what `catch_up` says; the caller holds the lock."""
+        if not self._must_catch_up or self._closed:
+            return
+        self._must_catch_up = False
+        if self._client is None:
+            return
+        if self._next is not None:
+            self._recover(self._client, self._next)
+            return
+        # Who does not answer one question is not asked another: each takes its time.
+        with contextlib.suppress(NoAnswerError):
+            if not self._take_dump(self._client):
+                batches = self._client.replay(0)
+                self._append_replayed(batches)
+                self._came_first = not batches
 
     def _take(self, frames: list[bytes]) -> None:
         """Sort one live message in."""
@@ -283,7 +303,10 @@ class EventSubscription:
     def _recover(self, client: ReplayClient, before: int) -> None:
         """Get the batches from `_next` up to `before`, or the state, or what there is."""
         expected = self._next or 0
-        batches = client.replay(expected)
+        try:
+            batches = client.replay(expected)
+        except NoAnswerError:
+            return
         for sequence, payload in batches:
             if sequence != expected and not _is_cleared_first(payload):
                 break
@@ -292,7 +315,10 @@ class EventSubscription:
             if expected >= before:
                 self._append_replayed(batches)
                 return
-        if not self._take_dump(client):
+        has_state = False
+        with contextlib.suppress(NoAnswerError):
+            has_state = self._take_dump(client)
+        if not has_state:
             self._append_replayed(batches)
 
     def _append_replayed(self, batches: list[tuple[int, bytes]]) -> None:
@@ -312,7 +338,10 @@ class EventSubscription:
 
     def _append(self, sequence: int, payload: bytes, source: BatchSource) -> None:
         num_lost = 0
-        if self._next is not None and sequence > self._next:
+        if self._next is None:
+            # Something was published before this, at least the batch whose number is one lower.
+            num_lost = int(self._skips(sequence) and not _is_cleared_first(payload))
+        elif sequence > self._next:
             if _is_cleared_first(payload):
                 self.num_restarts += 1
             else:
