@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 import time
@@ -108,6 +109,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.002)
+
+
+def resident_bytes() -> float:
+    """What this process takes of the machine's memory."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * float(os.sysconf("SC_PAGE_SIZE"))
 
 
 class Recorder:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import kvyard
@@ -17,7 +17,6 @@ import zmq
 from kvyard.events import (
     EventPublisher,
     ZmqPublisher,
-    zmq_transport,
 )
 
 from tests.event_streams import (
@@ -35,15 +34,14 @@ from tests.event_streams import (
     raw_client,
     raw_consumer,
     removed,
+    resident_bytes,
     stored,
     wait_until,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-    from kvyard.events.zmq_transport import ReplayServer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -201,17 +199,6 @@ BIG = payload(stored(list(range(1000))))
 """A batch of about 16 KB."""
 
 
-@contextmanager
-def long_replay(tmp_path: Path) -> Iterator[tuple[str, ReplayServer]]:
-    """The replay socket of 5,000 big batches, more than lies in the buffers of a connection."""
-    endpoint, replay = endpoints("ipc", tmp_path)
-    with ZmqPublisher(endpoint, replay, start_sequence=0) as publisher:
-        for _ in range(5_000):
-            publisher.publish(BIG)
-        assert publisher.replay_server is not None
-        yield replay, publisher.replay_server
-
-
 def test_a_consumer_that_does_not_read_stops_nobody(tmp_path: Path) -> None:
     """Whoever does not read loses messages; the publisher's memory stays, others get all."""
     endpoint, _ = endpoints("ipc", tmp_path)
@@ -238,38 +225,6 @@ def test_a_consumer_that_does_not_read_stops_nobody(tmp_path: Path) -> None:
         assert seen == sorted(set(seen))
 
 
-def test_a_client_that_never_reads_its_replay_keeps_nobody_waiting(tmp_path: Path) -> None:
-    with long_replay(tmp_path) as (replay, server), raw_client(replay, hwm=1) as dead:
-        for _ in range(3):
-            dead.send_multipart((b"", number(0)))
-        wait_until(lambda: server.num_requests == 3)
-        started = time.monotonic()
-        assert len(ask(replay, b"", number(4_000))) == 1_001
-        assert time.monotonic() - started < 15
-        assert server.num_abandoned == 0
-
-
-def test_a_client_that_never_reads_its_replay_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zmq_transport, "_SECONDS_WITHOUT_PROGRESS", 0.3)
-    with long_replay(tmp_path) as (replay, server), raw_client(replay, hwm=1) as dead:
-        for _ in range(20):  # more than are answered at a time
-            dead.send_multipart((b"", number(0)))
-        wait_until(lambda: server.num_requests == 20)
-        assert ask(replay, b"", number(4_999))[0][-2] == number(4_999)
-        wait_until(lambda: server.num_abandoned == 20, 60)
-
-
-def test_a_client_that_vanishes_is_given_up(tmp_path: Path) -> None:
-    with long_replay(tmp_path) as (replay, server):
-        with raw_client(replay, hwm=1) as client:
-            client.send_multipart((b"", number(0)))
-            assert client.recv_multipart()[1:3] == [b"", number(0)]
-        wait_until(lambda: server.num_abandoned == 1)
-        assert len(ask(replay, b"", number(4_000))) == 1_001
-
-
 def test_garbage_on_the_sockets_is_survived() -> None:
     with ZmqPublisher("tcp://*:0", "tcp://*:0", start_sequence=0) as publisher:
         assert publisher.replay_endpoint is not None
@@ -292,11 +247,6 @@ def test_garbage_on_the_sockets_is_survived() -> None:
 
 
 # ------------------------------------------------------------------------------------ flat memory
-
-
-def resident_bytes() -> float:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * float(os.sysconf("SC_PAGE_SIZE"))
 
 
 def test_ten_million_events_pass_with_flat_memory() -> None:
