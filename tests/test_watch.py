@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvyard.cli.main import main
+from kvyard.cli.report import check_writable
 from kvyard.cli.stream_view import Rate, StreamView
 from kvyard.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqPublisher
 
@@ -66,6 +68,25 @@ def test_streams_without_groups_and_with_bytes_for_hashes() -> None:
     view.apply(batch(store([b"a", b"b"], group=None), BlockRemoved([b"a"], None)), 0.0)
     assert live(view, None) == {b"b"}
     assert [index for index, _ in view.sorted_groups()] == [None]
+
+
+def test_a_boundary_inside_a_block_changes_no_block_size() -> None:
+    """The event's `block_size` is what it covers (case C17), the group's is told beside it."""
+    view = StreamView()
+
+    def apply(block_size: int, group_block_size: int | None) -> int:
+        tokens = list(range(block_size))
+        event = BlockStored([block_size], None, tokens, block_size, None, "GPU", None, group_idx=0)
+        view.apply(batch(replace(event, group_block_size=group_block_size)), 0.0)
+        return view.groups[0].block_size
+
+    assert apply(16, None) == 16
+    assert apply(4, 16) == 16
+    assert apply(12, 16) == 16
+    assert apply(8, None) == 16
+    # A new beginning may have another size.
+    view.apply(batch(AllBlocksCleared()), 0.0)
+    assert apply(32, None) == 32
 
 
 def test_prefixes_are_told_by_their_first_block() -> None:
@@ -183,6 +204,24 @@ def test_a_reset_empties_the_view(tmp_path: Path) -> None:
     assert (report["received"], report["sequence"]) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    "options", [["--seconds", "1"], ["--once", "--seconds", "1.5"], ["--once"]]
+)
+def test_a_replay_endpoint_that_is_dead_leaves_time_for_the_stream(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    endpoint, nobody = endpoints("ipc", tmp_path)
+    with ZmqPublisher(endpoint) as publisher, busy(publisher):
+        started = time.monotonic()
+        command = ["watch", endpoint, "--replay", nobody, *options, "--json", str(out)]
+        assert main(command) == 0
+        took = time.monotonic() - started
+    assert json.loads(out.read_text())["received"] > 10
+    assert took < (8 if options == ["--once"] else 4)
+    assert f"{nobody} did not answer 1 of our requests" in capsys.readouterr().err
+
+
 def test_nothing_received_says_what_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", fresh_inproc(), "--seconds", "0.05"]) == 1
     captured = capsys.readouterr()
@@ -206,6 +245,29 @@ def test_wrong_arguments_are_named(
 ) -> None:
     assert main(["watch", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["missing/out.json", "folder"])
+def test_a_report_that_cannot_be_written_is_told_at_the_start(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    started = time.monotonic()
+    arguments = ["watch", fresh_inproc(), "--seconds", "30", "--json", str(tmp_path / name)]
+    assert main(arguments) == 2
+    assert time.monotonic() - started < 15
+    captured = capsys.readouterr()
+    assert name in captured.err
+    assert captured.out == ""
+
+
+def test_looking_whether_a_report_can_be_written_changes_no_file(tmp_path: Path) -> None:
+    check_writable(str(tmp_path / "new.json"))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old.json").write_text("kept")
+    check_writable(str(tmp_path / "old.json"))
+    assert (tmp_path / "old.json").read_text() == "kept"
+    check_writable("/dev/null")
 
 
 def test_without_pyzmq_the_error_names_the_extra() -> None:

@@ -150,7 +150,8 @@ class GroupView:
         self.removals.add(len(event.block_hashes), now)
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Forget all blocks; those of an engine that began anew may have another size."""
+        self.is_block_size_told = False
         self.live.clear()
         self.prefixes.clear()
 
