@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -137,6 +138,31 @@ def test_clients_that_do_not_read_share_two_dumps(
         replies = [wanted.recv_multipart() for _ in range(401)]
         assert [len(frames[3]) for frames in replies[:-1]] == [100_000] * 400
         assert replies[-1][2:] == [b"\xff" * 8, replies[0][2]]
+
+
+def test_who_waits_at_the_same_time_gets_the_same_dump() -> None:
+    """One that was made after all of them asked: an older one could lack what they know."""
+    entered, go_on = threading.Event(), threading.Event()
+    dumps = Dumps(3, 10)
+
+    def dump() -> EventDump:
+        entered.set()
+        assert go_on.wait(60)
+        return dumps()
+
+    with ExitStack() as stack:
+        server = ReplayServer(CONTEXT, fresh_inproc(), buffered=lambda _: [], dump=dump, topic=b"")
+        stack.callback(server.close)
+        clients = [stack.enter_context(raw_client(server.endpoint)) for _ in range(21)]
+        clients[0].send_multipart((b"", b"dump"))
+        assert entered.wait(20)
+        for client in clients[1:]:
+            client.send_multipart((b"", b"dump"))
+        go_on.set()
+        got = [[client.recv_multipart() for _ in range(4)][-1][-1] for client in clients]
+    # The first, then sixteen, which is the most that share, then the others.
+    assert got == [number(1)] + [number(2)] * 16 + [number(3)] * 4
+    assert server.num_dumps == 3
 
 
 def test_clients_that_do_not_read_keep_no_dump_waiting_for_long(
