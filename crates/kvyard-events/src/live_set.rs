@@ -26,7 +26,7 @@ use template::{Templates, Widths};
 const NONE: u32 = u32::MAX;
 
 /// Stores of one batch of a dump; a reader has one batch in memory at a time.
-const STORES_PER_BATCH: usize = 1024;
+const STORES_PER_BATCH: usize = 256;
 
 /// A block's name: the low 64 bits of its hash, and where it lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
