@@ -29,6 +29,7 @@ class Engine025:
         self.endpoint, self.replay_endpoint = fresh_inproc(), fresh_inproc()
         self.ring: list[tuple[int, bytes]] = []
         self.asked: list[int] = []
+        self.dump_is_silent = False
         self._topic = [] if topic is None else [topic]
         self._live_topic = topic or b""
         self._pub = CONTEXT.socket(zmq.PUB)
@@ -63,6 +64,8 @@ class Engine025:
                 continue
             client, empty, start = self._router.recv_multipart()
             self.asked.append(int.from_bytes(start, "big"))
+            if self.dump_is_silent and start == b"dump":
+                continue
             for sequence, batch in self.ring:
                 if sequence >= self.asked[-1]:
                     reply = [*self._topic, number(sequence), batch]

@@ -187,8 +187,8 @@ def test_a_replay_endpoint_that_is_silent_costs_its_time_only() -> None:
         engine.send(0, block(0))
         engine.send(2, block(2))
         assert told(take(subscription, 2)) == [(0, LIVE, 0), (2, LIVE, 1)]
-        # At the start for a dump, then for the gap: who is silent is not asked a second question.
-        assert subscription.num_failed_requests == 2
+        # At the start for a dump and a replay, then for the gap.
+        assert subscription.num_failed_requests == 3
 
 
 def test_the_first_batch_may_be_lost_to_who_was_there_before_it() -> None:

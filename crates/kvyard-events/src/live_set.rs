@@ -116,7 +116,9 @@ impl LiveSet {
     /// If it is no batch of events; nothing was taken in then.
     pub fn apply(&mut self, payload: &[u8]) -> Result<(), DecodeError> {
         let batch = read_batch(payload)?;
-        self.latest_timestamp = self.latest_timestamp.max(batch.timestamp);
+        if batch.timestamp.is_finite() {
+            self.latest_timestamp = self.latest_timestamp.max(batch.timestamp);
+        }
         for event in batch.events {
             match event {
                 Event::BlockStored(stored) => self.store(&stored),

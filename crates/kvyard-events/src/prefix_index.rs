@@ -82,7 +82,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Forgets what a worker holds, but not its groups: it lost its cache, or started again.
+    /// Forgets what a worker holds, its groups included: it lost its cache, or started again.
     pub fn clear_worker(&mut self, worker: WorkerId) {
         if let Some(Some(worker)) = self.workers.get_mut(worker.index()) {
             worker.clear();

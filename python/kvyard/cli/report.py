@@ -64,11 +64,12 @@ def check_writable(name: str) -> None:
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             return  # opening a pipe would wait for its reader
-        was_there = path.exists()
-        with path.open("a", encoding="utf-8"):
+        target = path.resolve()  # not the link to it, if it is one
+        was_there = target.exists()
+        with target.open("a", encoding="utf-8"):
             pass
         if not was_there:
-            path.unlink()
+            target.unlink()
     except OSError as error:
         raise CommandError(f"{name}: {error.strerror}") from error
 

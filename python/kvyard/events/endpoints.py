@@ -22,6 +22,10 @@ class NoAnswerError(Exception):
     """Nobody at a replay endpoint answered, not even that there is nothing to tell."""
 
 
+class NotConnectedError(NoAnswerError):
+    """Nobody is there at all."""
+
+
 def endpoint_for_rank(endpoint: str, data_parallel_rank: int) -> str:
     """Give each data-parallel rank an endpoint of its own.
 

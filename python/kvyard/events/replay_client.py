@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from kvyard.events.endpoints import NoAnswerError, connect
+from kvyard.events.endpoints import NoAnswerError, NotConnectedError, connect
 from kvyard.events.zmq_transport import DUMP_REQUEST, END_MARKER, NUMBER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _SECONDS_BETWEEN_LOOKS = 0.1
+_MOST_SECONDS_TO_CONNECT = 1.0
 
 
 class ReplayClient:
@@ -41,7 +42,8 @@ class ReplayClient:
             context: Owns the sockets.
             endpoint: The replay endpoint.
             topic: Replies of other topics are left out, as a SUB socket would.
-            timeout: Seconds without a reply after which a question has failed.
+            timeout: Seconds without a reply after which a question has failed; it takes the server
+                a while to make a dump. Nobody to connect to is known after a second.
             is_closed: Whether nobody wants the answer any more.
         """
         self.num_failed = 0
@@ -92,16 +94,14 @@ class ReplayClient:
             dealer.setsockopt(zmq.LINGER, 0)
             # vLLM's server drops replies that do not fit; what it has is bounded by its ring.
             dealer.setsockopt(zmq.RCVHWM, 0)
+            # It can send only once it is connected.
+            dealer.setsockopt(zmq.IMMEDIATE, 1)
             connect(dealer, self._endpoint)
+            if not self._poll(dealer, zmq.POLLOUT, min(self._timeout, _MOST_SECONDS_TO_CONNECT)):
+                self.num_failed += 1
+                raise NotConnectedError
             dealer.send_multipart((b"", request))
-            deadline = time.monotonic() + self._timeout
-            while not self._is_closed():
-                wait = min(deadline - time.monotonic(), _SECONDS_BETWEEN_LOOKS)
-                if not dealer.poll(max(int(wait * 1000), 0)):
-                    if wait <= 0:
-                        break
-                    continue
-                deadline = time.monotonic() + self._timeout
+            while self._poll(dealer, zmq.POLLIN, self._timeout):
                 frames = dealer.recv_multipart()
                 if len(frames) not in (3, 4):
                     continue
@@ -114,3 +114,14 @@ class ReplayClient:
         if not replies:
             raise NoAnswerError
         return replies, None
+
+    def _poll(self, dealer: zmq.Socket[bytes], event: int, timeout: float) -> bool:
+        """Wait for a socket, but not for longer than somebody wants the answer."""
+        deadline = time.monotonic() + timeout
+        while not self._is_closed():
+            wait = min(deadline - time.monotonic(), _SECONDS_BETWEEN_LOOKS)
+            if dealer.poll(max(int(wait * 1000), 0), event):
+                return True
+            if wait <= 0:
+                break
+        return False

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Self
 
 from kvyard._kvyard import decode_batch, encode_batch, inspect_batch
 from kvyard.errors import ConfigError, EventDecodeError
-from kvyard.events.endpoints import NoAnswerError, connect, zmq_context
+from kvyard.events.endpoints import NoAnswerError, NotConnectedError, connect, zmq_context
 from kvyard.events.types import AllBlocksCleared
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class _Waiting:
     payload: bytes
     source: BatchSource
     num_lost: int = 0
+    is_part: bool = False
+    """Of a dump that goes on."""
 
 
 class EventSubscription:
@@ -247,12 +249,17 @@ class EventSubscription:
         if self._next is not None:
             self._recover(self._client, self._next)
             return
-        # Who does not answer one question is not asked another: each takes its time.
+        try:
+            if self._take_dump(self._client):
+                return
+        except NotConnectedError:
+            return
+        except NoAnswerError:
+            pass  # others may hold its dumps; batches are replayed besides
         with contextlib.suppress(NoAnswerError):
-            if not self._take_dump(self._client):
-                batches = self._client.replay(0)
-                self._append_replayed(batches)
-                self._came_first = not batches
+            batches = self._client.replay(0)
+            self._append_replayed(batches)
+            self._came_first = not batches
 
     def _take(self, frames: list[bytes]) -> None:
         """Sort one live message in."""
@@ -332,7 +339,10 @@ class EventSubscription:
             return False
         batches, sequence = dump
         self.num_dumps += 1
-        self._waiting.extend(_Waiting(sequence, payload, BatchSource.DUMP) for payload in batches)
+        self._waiting.extend(
+            _Waiting(sequence, payload, BatchSource.DUMP, is_part=number < len(batches))
+            for number, payload in enumerate(batches, 1)
+        )
         self._next = sequence
         return True
 
@@ -358,7 +368,9 @@ class EventSubscription:
             self.num_malformed += 1
             self.is_complete = False
             return None
-        if waiting.sequence == 0 or begins_with_cleared:
+        if waiting.source is BatchSource.DUMP:
+            self.is_complete = not waiting.is_part
+        elif waiting.sequence == 0 or begins_with_cleared:
             self.is_complete = True
         elif waiting.num_lost > 0:
             self.is_complete = False

@@ -56,6 +56,7 @@ _MILLISECONDS_BETWEEN_TRIES = 5
 _SECONDS_WITHOUT_PROGRESS = 30.0
 _SECONDS_WITHOUT_PROGRESS_OF_A_DUMP = 10.0
 _SECONDS_WHILE_OTHERS_WAIT = 3.0
+_MOST_SECONDS_WHILE_OTHERS_WAIT = 30.0
 _HEARTBEAT_MILLISECONDS = 10_000
 _HEARTBEAT_TIMEOUT_MILLISECONDS = 30_000
 _LINGER_MILLISECONDS = 1_000
@@ -128,6 +129,7 @@ class _Answer:
     replies: Iterator[tuple[bytes, bytes]] = field(default_factory=lambda: iter(()))
     """Pairs of number and payload; none until it is the answer's turn."""
     unsent: tuple[bytes, bytes] | None = None
+    begun_at: float = 0.0
     progress_at: float = 0.0
 
 
@@ -302,7 +304,7 @@ class ReplayServer:
         self, answer: _Answer, replies: Iterable[tuple[bytes, bytes]], end_payload: bytes
     ) -> None:
         answer.replies = itertools.chain(replies, [(END_MARKER, end_payload)])
-        answer.progress_at = time.monotonic()
+        answer.begun_at = answer.progress_at = time.monotonic()
         self._active.append(answer)
 
     def _is_unfinished(self, answer: _Answer) -> bool:
@@ -319,7 +321,7 @@ class ReplayServer:
                 answer.progress_at = time.monotonic()
                 self._num_sent += 1
         except zmq.Again:
-            if time.monotonic() < answer.progress_at + self._patience(answer):
+            if time.monotonic() < self._give_up_at(answer):
                 return True
             self.num_abandoned += 1
             return False
@@ -329,11 +331,14 @@ class ReplayServer:
             return False
         return True
 
-    def _patience(self, answer: _Answer) -> float:
-        """Seconds after which an answer without progress is given up."""
+    def _give_up_at(self, answer: _Answer) -> float:
+        """When an answer that makes no progress just now is given up."""
         if answer.dump is None:
-            return _SECONDS_WITHOUT_PROGRESS
-        # There are two, since each is memory; who reads must not wait long for who does not.
+            return answer.progress_at + _SECONDS_WITHOUT_PROGRESS
+        # There are two, since each is memory; who reads must not wait long for who reads slowly.
         if self._waiting_for_dump:
-            return _SECONDS_WHILE_OTHERS_WAIT
-        return _SECONDS_WITHOUT_PROGRESS_OF_A_DUMP
+            return min(
+                answer.progress_at + _SECONDS_WHILE_OTHERS_WAIT,
+                answer.begun_at + _MOST_SECONDS_WHILE_OTHERS_WAIT,
+            )
+        return answer.progress_at + _SECONDS_WITHOUT_PROGRESS_OF_A_DUMP
