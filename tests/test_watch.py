@@ -318,9 +318,14 @@ def test_an_interrupt_ends_it_with_the_tables(tmp_path: Path) -> None:
     import signal
 
     endpoint, replay = endpoints("ipc", tmp_path)
+    # What runs in the background of a shell may ignore interrupts, and so would its children.
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from kvyard.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
     with ZmqPublisher(endpoint, replay) as publisher, busy(publisher):
         watcher = subprocess.Popen(
-            [sys.executable, "-m", "kvyard", "watch", endpoint, "--replay", replay],
+            [sys.executable, "-c", program, "watch", endpoint, "--replay", replay],
             stdout=subprocess.PIPE,
             text=True,
         )
