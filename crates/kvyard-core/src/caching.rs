@@ -384,9 +384,7 @@ impl BlockPool {
         self.history.begin_of(op, request.request_id);
         self.begin_change();
         if is_promoted {
-            self.mark_lost(block, self.relative_epoch());
-            self.history.note(Effect::Unkeyed, block);
-            self.drop_keys(block);
+            self.unkey(block);
         }
         self.history.note(Effect::Keyed, block);
         let boundary = (num_tokens / self.config().hash_block_size) as usize - 1;

@@ -21,11 +21,7 @@ impl BlockPool {
         self.begin_change();
         for block in blocks.iter().filter(|block| !block.is_null()) {
             self.on_evicted(*block);
-            if self.prefix.is_cached(*block) {
-                self.mark_lost(*block, self.relative_epoch());
-                self.history.note(Effect::Unkeyed, *block);
-                self.drop_keys(*block);
-            }
+            self.unkey(*block);
         }
         Ok(())
     }
@@ -40,13 +36,18 @@ impl BlockPool {
         self.history.begin(op);
         self.begin_change();
         for block in blocks {
-            if self.prefix.is_cached(*block) {
-                self.mark_lost(*block, self.relative_epoch());
-                self.history.note(Effect::Unkeyed, *block);
-                self.drop_keys(*block);
-            }
+            self.unkey(*block);
         }
         Ok(())
+    }
+
+    /// Takes all keys from a block, if it has any, while it stays where it is: hits on it are stale.
+    pub(crate) fn unkey(&mut self, block: BlockId) {
+        if self.prefix.is_cached(block) {
+            self.mark_lost(block, self.relative_epoch());
+            self.history.note(Effect::Unkeyed, block);
+            self.drop_keys(block);
+        }
     }
 
     /// Forgets the whole prefix cache, if no block is held. Whether it did.
